@@ -1,0 +1,35 @@
+"""zeromp: ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) in NumPy and MPI.
+
+Start at `zeromp.stages`: the ladder is a table of eight small classes.
+"""
+
+from zeromp import account, data, models
+from zeromp.adamw import SGD, AdamW, constant, cosine, linear
+from zeromp.engine import Engine
+from zeromp.store import OverBudget
+from zeromp.world import World, alone, threads, world
+from zeromp.zero import Group, Options, Report, Source, Zero
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SGD",
+    "AdamW",
+    "Engine",
+    "Group",
+    "Options",
+    "OverBudget",
+    "Report",
+    "Source",
+    "World",
+    "Zero",
+    "account",
+    "alone",
+    "constant",
+    "cosine",
+    "data",
+    "linear",
+    "models",
+    "threads",
+    "world",
+]

@@ -1,0 +1,296 @@
+"""Engine: Zero plus the loop over units, forward, backward, and recomputation."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp.adamw import Rule
+from zeromp.models import Model, Saved, Scope, Visit
+from zeromp.wire import F32
+from zeromp.world import World
+from zeromp.zero import Group, Report, Source, Zero
+
+
+class Engine:
+    """Trains a model on N ranks. Every method that computes must be called on all ranks.
+
+    Forward walks the model's path, backward walks it in reverse. What stage runs shows nowhere in
+    this loop: weights come from a sweep of the parameters' holder, gradients go into buckets of the
+    gradients' holder, and the optimizer's holder makes the step.
+
+    Parameters
+    ----------
+    model : Model
+    world : World
+        None for a single rank.
+    stage : {0, 1, 2, 3}
+    wire : {"bfloat16", "float16", "float32"}
+    optimizer : AdamW or SGD
+    groups : sequence of Group
+    seed : int
+        Of initial weights and dropout.
+    **options
+        ``recompute=True`` keeps only each unit's input in forward and computes the unit again in
+        backward; ``weights`` (dict of arrays by name, or a callable that is given a unit's name)
+        replaces the model's initial values; the others are those of `zeromp.zero.Options`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        world: World | None = None,
+        stage: int = 1,
+        wire: str = "bfloat16",
+        optimizer: Rule | None = None,
+        groups: Sequence[Group] = (),
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.model = model
+        self.seed = seed
+        self.recompute = bool(options.pop("recompute", False))
+        weights = options.pop("weights", None)
+        units = {unit.name: unit for unit in model.units}
+        source = Source(
+            {u.name: {p.name: p.shape for p in u.parameters} for u in model.units},
+            _initial(weights, lambda name: model.initial(units[name], seed), model),
+            tuple(visit.unit for visit in reversed(model.path)),
+        )
+        self.zero = Zero(
+            source,
+            world=world,
+            stage=stage,
+            wire=wire,
+            optimizer=optimizer,
+            groups=groups,
+            **options,
+        )
+        self.world = self.zero.world
+        with self.world.ledger.within("setup"):
+            rules = f"recompute {self.recompute}\nseed {seed}\nmodel {model.name}"
+            self.world.same("engine settings", rules)
+        self.seconds = self.zero.seconds
+
+    # ---- training --------------------------------------------------------------------------------
+
+    def backward(
+        self, x: NDArray[Any], y: NDArray[Any], path: Sequence[Visit] | None = None
+    ) -> float:
+        """Compute the gradient of one micro-batch, forward and backward.
+
+        Parameters
+        ----------
+        x, y : ndarray
+            This rank's samples and targets, as the model takes them; ranks may have different
+            numbers of them. Targets of -1 do not count.
+        path : sequence of Visit or None
+            Another path through the model's units, made by `zeromp.models.in_order`; the same on
+            all ranks.
+
+        Returns
+        -------
+        float
+            Mean loss over the targets of all ranks.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if one rank's data do not fit the model; nothing has been computed then.
+        """
+        path = tuple(self.model.path if path is None else path)
+        weight, error = self._weigh(x, y)
+        factor, first_sample = self.zero.begin(weight, len(x) if error is None else 0, error)
+        scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
+        start = time.perf_counter()
+        output, saved, num_bytes = self._forward(path, x, scope)
+        with self.zero.store.holding("activations", num_bytes):
+            loss_sum = self.model.loss(output, y, factor)
+            middle = time.perf_counter()
+            self._backward(path, saved, output, scope)
+        del output
+        self.seconds["forward"] += middle - start  # type: ignore[operator]
+        self.seconds["backward"] += time.perf_counter() - middle  # type: ignore[operator]
+        return self.zero.end(loss_sum)
+
+    def _weigh(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[float, Exception | None]:
+        """Count the targets, or say what is wrong with the data."""
+        try:
+            self.model.check(x, y)
+        except ValueError as error:
+            return 0.0, error
+        return float(self.model.count(y)), None
+
+    def _forward(
+        self, path: Sequence[Visit], x: NDArray[Any], scope: Scope
+    ) -> tuple[F32, list[Saved], int]:
+        """Output, what backward needs of each visit, and its bytes.
+
+        With recompute that is each visit's input, but for the last visit, whose backward is next.
+        """
+        saved: list[Saved] = []
+        for weights, visit in zip(self._sweep(path), path, strict=True):
+            y, kept = visit.layer.forward(weights, x, scope)
+            saved.append((x,) if self.recompute and visit is not path[-1] else kept)
+            x = y
+        return x, saved, _distinct_bytes(saved)
+
+    def _backward(
+        self, path: Sequence[Visit], saved: list[Saved], dy: F32 | None, scope: Scope
+    ) -> None:
+        """Write every unit's gradient into its bucket, and close it at the unit's last visit."""
+        gradients = self.zero.gradients
+        order = path[::-1]
+        last = {visit.unit: i for i, visit in enumerate(order)}
+        opened: set[str] = set()
+        for i, (weights, visit) in enumerate(zip(self._sweep(order), order, strict=True)):
+            kept = saved.pop()
+            if self.recompute and i > 0:
+                _, kept = visit.layer.forward(weights, kept[0], scope)
+            bucket = gradients.bucket(visit.unit)
+            if visit.unit not in opened:
+                opened.add(visit.unit)
+                for name in bucket.keys() - set(visit.writes):
+                    bucket[name].fill(0)
+            assert dy is not None
+            dy = visit.layer.backward(weights, kept, dy, bucket, scope)
+            del kept
+            if last[visit.unit] == i:
+                gradients.close(visit.unit)
+        for unit in self.zero.layout.units:
+            if unit not in opened:
+                for view in gradients.bucket(unit).values():
+                    view.fill(0)
+                gradients.close(unit)
+
+    def _sweep(self, path: Sequence[Visit]) -> Iterator[Mapping[str, F32]]:
+        return self.zero.parameters.sweep([visit.unit for visit in path])
+
+    def step(self, lr: float | None = None, clip: float | None = None) -> Report:
+        """Make the step: see `Zero.step`."""
+        return self.zero.step(lr, clip)
+
+    # ---- use -------------------------------------------------------------------------------------
+
+    def evaluate(self, x: NDArray[Any], y: NDArray[Any]) -> float:
+        """Mean loss over the targets of all ranks, without gradient or dropout, at any time."""
+        weight, error = self._weigh(x, y)
+        with self.world.ledger.within("evaluate"):
+            with self.world.together():
+                if error is not None:
+                    raise error
+            output = self._infer(x)
+            loss_sum = self.model.loss(output, y, 0.0)
+            loss, total = self.world.agree([loss_sum, weight]).sum(axis=0)
+        return float(loss / total) if total else math.nan
+
+    def predict(self, x: NDArray[Any]) -> F32:
+        """Output of the model for this rank's x, without dropout. Call on all ranks."""
+        with self.world.ledger.within("evaluate"):
+            with self.world.together():
+                self.model.check(x, None)
+            return self._infer(x)
+
+    def _infer(self, x: NDArray[Any]) -> F32:
+        scope = Scope(self.seed, self.zero.attempts, 0, train=False)
+        for weights, visit in zip(self._sweep(self.model.path), self.model.path, strict=True):
+            x, _ = visit.layer.forward(weights, x, scope)
+        return x
+
+    def generate(
+        self, prompt: Sequence[int], length: int, temperature: float = 0.8, seed: int = 0
+    ) -> list[int]:
+        """Draw tokens that continue a prompt, from a model of tokens. Call on all ranks.
+
+        Parameters
+        ----------
+        prompt : sequence of int
+            At least one token.
+        length : int
+            Tokens to draw.
+        temperature : float
+            Of the softmax; 0 takes the likeliest token.
+        seed : int
+
+        Returns
+        -------
+        list of int
+            Prompt and continuation; the same on all ranks.
+        """
+        tokens = [int(token) for token in prompt]
+        with self.world.together():
+            if self.model.context is None:
+                raise ValueError(f"model {self.model.name} has no tokens to generate")
+            if not tokens or temperature < 0:
+                raise ValueError("generate needs a prompt of one token at least, temperature >= 0")
+        rng = np.random.default_rng(seed)
+        for _ in range(length):
+            logits = self.predict(np.array([tokens[-self.model.context :]]))[0, -1]
+            tokens.append(_draw(logits.astype(np.float64), temperature, rng))
+        return tokens
+
+    # ---- what Zero does ----------------------------------------------------------------------------
+
+    @property
+    def applied(self) -> int:
+        """Applied steps."""
+        return self.zero.applied
+
+    def full(self, name: str) -> F32:
+        """Whole parameter: see `Zero.full`."""
+        return self.zero.full(name)
+
+    def master(self, name: str) -> F32:
+        """Whole float32 master: see `Zero.master`."""
+        return self.zero.master(name)
+
+    def moments(self, name: str) -> dict[str, F32]:
+        """Whole optimizer state: see `Zero.moments`."""
+        return self.zero.moments(name)
+
+    def gathered(self, unit: str, edit: bool = False) -> AbstractContextManager[dict[str, F32]]:
+        """Hold a unit's whole parameters, to read or edit: see `Zero.gathered`."""
+        return self.zero.gathered(unit, edit)
+
+
+def _initial(
+    weights: Any, draw: Callable[[str], Mapping[str, F32]], model: Model
+) -> Callable[[str], Mapping[str, F32]]:
+    """Return a source of initial values by unit: the model's, or those that the user brings."""
+    if weights is None:
+        return draw
+    units = {unit.name: unit for unit in model.units}
+
+    def bring(name: str) -> Mapping[str, F32]:
+        given = weights(name) if callable(weights) else weights
+        values = {}
+        for p in units[name].parameters:
+            if p.name not in given:
+                raise ValueError(f"weights: {p.name!r} of unit {name!r} is missing")
+            values[p.name] = np.asarray(given[p.name], np.float32, order="C")
+            if values[p.name].shape != p.shape:
+                raise ValueError(
+                    f"weights: {p.name!r} has shape {values[p.name].shape}; it must be {p.shape}"
+                )
+        return values
+
+    return bring
+
+
+def _distinct_bytes(saved: Sequence[Saved]) -> int:
+    """Bytes of all saved arrays, each counted once."""
+    arrays = {id(a): a.nbytes for kept in saved for a in kept if isinstance(a, np.ndarray)}
+    return sum(arrays.values())
+
+
+def _draw(logits: NDArray[np.float64], temperature: float, rng: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    scaled = logits / temperature
+    p = np.exp(scaled - scaled.max())
+    return int(rng.choice(p.size, p=p / p.sum()))

@@ -1,0 +1,27 @@
+"""Models: units built from layers. The public names, re-exported by hand."""
+
+from zeromp.models.gpt import gpt
+from zeromp.models.mlp import mlp
+from zeromp.models.units import (
+    Again,
+    Layer,
+    Model,
+    Parameter,
+    Saved,
+    Scope,
+    Unit,
+    Visit,
+)
+
+__all__ = [
+    "Again",
+    "Layer",
+    "Model",
+    "Parameter",
+    "Saved",
+    "Scope",
+    "Unit",
+    "Visit",
+    "gpt",
+    "mlp",
+]

@@ -1,0 +1,271 @@
+"""GPT-2's decoder: token and position embedding, blocks of attention and perceptron, a head.
+
+Shapes: B batch, T time, C channels (the width), H heads, V vocabulary; L blocks.
+
+Pre-norm, GELU by tanh, biases everywhere but in the head, matrices of shape (outputs, inputs).
+Matrices start normal with standard deviation 0.02 (Radford et al. 2018, "Improving language
+understanding by generative pre-training", section 4.1); those that write to the residual stream
+with 0.02 / sqrt(2 L), since 2 L of them add up (Radford et al. 2019, "Language models are
+unsupervised multitask learners", section 2.3).
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp import layers as ops
+from zeromp.models.units import Model, Parameter, Saved, Scope, Unit, Visit
+from zeromp.wire import F32
+
+Arrays = Mapping[str, F32]
+
+_STD = 0.02
+
+
+def _weights(w: Arrays, name: str) -> tuple[F32, F32]:
+    return w[f"{name}.weight"], w[f"{name}.bias"]
+
+
+def _gradients(g: Arrays, name: str) -> tuple[F32 | None, F32 | None]:
+    return g.get(f"{name}.weight"), g.get(f"{name}.bias")
+
+
+def _drop(x: F32, rate: float, site: str, scope: Scope) -> F32:
+    """Dropout in training, x itself otherwise; forward and backward alike."""
+    if not scope.train or rate == 0:
+        return x
+    return ops.dropout(x, rate, scope.key(site), scope.first_sample)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """``x = wte[ids] + wpe``, with dropout. Saves the ids (B, T)."""
+
+    dropout: float
+
+    def forward(self, w: Arrays, x: NDArray[Any], scope: Scope) -> tuple[F32, Saved]:
+        """Return the residual stream, shape (B, T, C), for ids x."""
+        ids = x.astype(np.int64)  # a copy: the caller may use its array again
+        y = ops.embedding(ids, w["wte.weight"], w["wpe.weight"])
+        return _drop(y, self.dropout, "embed", scope), (ids,)
+
+    def backward(
+        self,
+        w: Arrays,  # noqa: ARG002
+        saved: Saved,
+        dy: F32,
+        g: Arrays,
+        scope: Scope,
+    ) -> None:
+        """Add the gradients of both tables to g."""
+        dx = _drop(dy, self.dropout, "embed", scope)
+        ops.embedding_backward(saved[0], dx, g.get("wte.weight"), g.get("wpe.weight"))
+
+    def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
+        """Count the ids, saved and given."""
+        return 8 * batch * time, 8 * batch * time
+
+
+@dataclass(frozen=True)
+class Block:
+    """``x += proj(attention(qkv(ln1(x)))); x += out(gelu(fc(ln2(x))))``, dropout before each +=.
+
+    Saves what each function was given, the statistics of the layer norms and the probabilities of
+    the attention.
+    """
+
+    name: str
+    width: int
+    heads: int
+    dropout: float
+
+    def forward(self, w: Arrays, x: F32, scope: Scope) -> tuple[F32, Saved]:
+        """Return the residual stream after the block, shape (B, T, C)."""
+        of = self.name
+        normed1, stats1 = ops.layernorm(x, *_weights(w, f"{of}.ln1"))
+        qkv = ops.linear(normed1, *_weights(w, f"{of}.qkv"))
+        mixed, p = ops.attention(qkv, self.heads)
+        middle = self._residual(w, "proj", mixed, x, scope)
+        normed2, stats2 = ops.layernorm(middle, *_weights(w, f"{of}.ln2"))
+        hidden = ops.linear(normed2, *_weights(w, f"{of}.fc"))
+        active = ops.gelu(hidden)
+        y = self._residual(w, "out", active, middle, scope)
+        return y, (x, stats1, normed1, qkv, p, mixed, middle, stats2, normed2, hidden, active)
+
+    def _residual(self, w: Arrays, layer: str, x: F32, residual: F32, scope: Scope) -> F32:
+        """Return residual + dropout(linear(x))."""
+        name = f"{self.name}.{layer}"
+        y = _drop(ops.linear(x, *_weights(w, name)), self.dropout, name, scope)
+        return np.add(y, residual, out=y)
+
+    def backward(self, w: Arrays, saved: Saved, dy: F32, g: Arrays, scope: Scope) -> F32:
+        """Return dx, shape (B, T, C); write the gradients of the block's weights to g."""
+        of = self.name
+        x, stats1, normed1, qkv, p, mixed, middle, stats2, normed2, hidden, active = saved
+
+        d = _drop(dy, self.dropout, f"{of}.out", scope)
+        d = self._linear(w, "out", active, d, g)
+        d = ops.gelu_backward(hidden, d)
+        d = self._linear(w, "fc", normed2, d, g)
+        d = self._layernorm(w, "ln2", middle, stats2, d, g)
+        dy = np.add(d, dy, out=d)
+
+        d = _drop(dy, self.dropout, f"{of}.proj", scope)
+        d = self._linear(w, "proj", mixed, d, g)
+        d = ops.attention_backward(qkv, p, d)
+        d = self._linear(w, "qkv", normed1, d, g)
+        d = self._layernorm(w, "ln1", x, stats1, d, g)
+        return np.add(d, dy, out=d)
+
+    def _linear(self, w: Arrays, layer: str, x: F32, dy: F32, g: Arrays) -> F32:
+        name = f"{self.name}.{layer}"
+        return ops.linear_backward(x, w[f"{name}.weight"], dy, *_gradients(g, name))
+
+    def _layernorm(self, w: Arrays, layer: str, x: F32, stats: F32, dy: F32, g: Arrays) -> F32:
+        name = f"{self.name}.{layer}"
+        return ops.layernorm_backward(x, w[f"{name}.weight"], stats, dy, *_gradients(g, name))
+
+    def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
+        """Count 16 C + H T + 4 numbers per token saved, C given."""
+        tokens = 4 * batch * time
+        return tokens * (16 * self.width + self.heads * time + 4), tokens * self.width
+
+
+@dataclass(frozen=True)
+class Head:
+    """``logits = ln_f(x) @ matrix.T``. Saves x, the statistics and the normed x."""
+
+    matrix: str
+    width: int
+
+    def forward(self, w: Arrays, x: F32, scope: Scope) -> tuple[F32, Saved]:  # noqa: ARG002
+        """Return the logits, shape (B, T, V)."""
+        normed, stats = ops.layernorm(x, *_weights(w, "ln_f"))
+        return ops.linear(normed, w[self.matrix]), (x, stats, normed)
+
+    def backward(
+        self,
+        w: Arrays,
+        saved: Saved,
+        dy: F32,
+        g: Arrays,
+        scope: Scope,  # noqa: ARG002
+    ) -> F32:
+        """Return dx, shape (B, T, C); write the gradients of ln_f and of the matrix to g."""
+        x, stats, normed = saved
+        d = ops.linear_backward(normed, w[self.matrix], dy, g.get(self.matrix), None)
+        return ops.layernorm_backward(x, w["ln_f.weight"], stats, d, *_gradients(g, "ln_f"))
+
+    def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
+        """Count 2 C + 2 numbers per token saved, C given."""
+        tokens = 4 * batch * time
+        return tokens * (2 * self.width + 2), tokens * self.width
+
+
+def _layernorm(name: str, width: int) -> tuple[Parameter, ...]:
+    return (
+        Parameter(f"{name}.weight", (width,), fill=1.0),
+        Parameter(f"{name}.bias", (width,)),
+    )
+
+
+def _linear(name: str, outputs: int, inputs: int, std: float) -> tuple[Parameter, ...]:
+    return (
+        Parameter(f"{name}.weight", (outputs, inputs), std=std),
+        Parameter(f"{name}.bias", (outputs,)),
+    )
+
+
+def _block(name: str, width: int, num_blocks: int) -> Unit:
+    std, small = _STD, _STD / math.sqrt(2 * num_blocks)
+    return Unit(
+        name,
+        (
+            *_layernorm(f"{name}.ln1", width),
+            *_linear(f"{name}.qkv", 3 * width, width, std),
+            *_linear(f"{name}.proj", width, width, small),
+            *_layernorm(f"{name}.ln2", width),
+            *_linear(f"{name}.fc", 4 * width, width, std),
+            *_linear(f"{name}.out", width, 4 * width, small),
+        ),
+    )
+
+
+def _check(x: NDArray[Any], y: NDArray[Any] | None, vocab: int, context: int) -> None:
+    """ValueError unless x and the targets y are arrays (B, T) of ids, T up to the context."""
+    ops.check_tokens(x, vocab, context)
+    if y is not None:
+        ops.check_targets(y, x.shape, vocab)
+
+
+def _check_sizes(
+    vocab: int, layers: int, width: int, heads: int, context: int, rate: float
+) -> None:
+    sizes = {"vocab": vocab, "layers": layers, "width": width, "heads": heads, "context": context}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"gpt: {name} {value} must be at least 1")
+    if width % heads:
+        raise ValueError(f"gpt: width {width} must be a multiple of the number of heads, {heads}")
+    if not 0 <= rate < 1:
+        raise ValueError(f"gpt: dropout {rate} must be at least 0 and below 1")
+
+
+def gpt(
+    vocab: int = 256,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    context: int = 128,
+    dropout: float = 0.0,
+    tied: bool = True,
+) -> Model:
+    """Declare GPT-2's decoder for token ids (B, T), T up to the context.
+
+    Parameters
+    ----------
+    vocab, layers, width, heads, context : int
+    dropout : float
+        After the embedding and before each residual addition.
+    tied : bool
+        Whether the head's matrix is the token embedding: one parameter, in a unit visited twice.
+
+    Returns
+    -------
+    Model
+        Units ``embed`` (wte, wpe, and ln_f if tied), ``blocks.0`` and so on, ``head`` (ln_f, head)
+        if not tied. Targets are ids (B, T), -1 where there is nothing to predict.
+    """
+    _check_sizes(vocab, layers, width, heads, context, dropout)
+    wte = Parameter("wte.weight", (vocab, width), std=_STD)
+    wpe = Parameter("wpe.weight", (context, width), std=_STD)
+    ln_f = _layernorm("ln_f", width)
+    last = tuple(p.name for p in ln_f)
+    head = wte if tied else Parameter("head.weight", (vocab, width), std=_STD)
+    blocks = [_block(f"blocks.{i}", width, layers) for i in range(layers)]
+    if tied:
+        units = (Unit("embed", (wte, wpe, *ln_f)), *blocks)
+    else:
+        units = (Unit("embed", (wte, wpe)), *blocks, Unit("head", (*ln_f, head)))
+    path = (
+        Visit("embed", Lookup(dropout), writes=(), adds=(wte.name, wpe.name)),
+        *(Visit(u.name, Block(u.name, width, heads, dropout), writes=u.names) for u in blocks),
+        Visit(units[0 if tied else -1].name, Head(head.name, width), writes=(*last, head.name)),
+    )
+    return Model(
+        name=f"gpt-{layers}x{width}",
+        units=units,
+        path=path,
+        loss=ops.cross_entropy,
+        count=ops.count_targets,
+        check=functools.partial(_check, vocab=vocab, context=context),
+        vocab=vocab,
+        context=context,
+        num_multiplied=layers * 12 * width * width + vocab * width,
+        attention_width=layers * width,
+    )

@@ -1,0 +1,278 @@
+"""Number formats for storing and sending, arithmetic in float32, and the scaling of the loss.
+
+[Note: 16-bit numbers] A 16-bit number is stored and sent, never computed with: each kernel widens
+it to float32, computes, and rounds once on the way out (to nearest, ties to even; NaN stays NaN).
+NumPy has no bfloat16, MPI sums none, and numba has no 16-bit arithmetic on CPUs, so both formats
+travel as integers that hold their bits. The integer's signedness tells them apart in a kernel:
+
+    float32    float32     the number itself
+    bfloat16   uint16      upper half of a float32: 8 bits of exponent, 8 of significand
+    float16    int16       IEEE 754 binary16: 5 bits of exponent, 11 of significand
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from zeromp._jit import kernel
+
+F32 = NDArray[np.float32]
+Bits = NDArray[Any]  # a float32, uint16 (bfloat16) or int16 (float16) array
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table in [Note: 16-bit numbers]."""
+
+    name: str
+    dtype: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        return int(self.dtype.itemsize)
+
+
+FORMATS = {
+    "float32": Format("float32", np.dtype(np.float32)),
+    "bfloat16": Format("bfloat16", np.dtype(np.uint16)),
+    "float16": Format("float16", np.dtype(np.int16)),
+}
+
+
+def format_of(name: str) -> Format:
+    """Look a format up by name; ValueError if there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"wire format {name!r} is unknown: use one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+# ---- one number: bits to float32 and back ------------------------------------------------------
+
+
+@intrinsic  # type: ignore[misc]
+def widen(_context: Any, bits: Any) -> Any:
+    """Value, as float32, of a stored number."""
+    if bits not in (types.float32, types.uint16, types.int16):
+        return None
+
+    def generate(_ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        (x,) = args
+        if signature.args[0] == types.float32:
+            return x
+        if signature.args[0] == types.int16:
+            return builder.fpext(builder.bitcast(x, ir.HalfType()), ir.FloatType())
+        i32 = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(x, i32), i32(16)), ir.FloatType())
+
+    return types.float32(bits), generate
+
+
+@intrinsic  # type: ignore[misc]
+def narrow(_context: Any, like: Any, value: Any) -> Any:
+    """Stored form of a float32 in the format of `like` (whose value is not used)."""
+    if value != types.float32 or like not in (types.float32, types.uint16, types.int16):
+        return None
+
+    def generate(_ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, x = args
+        if signature.args[0] == types.float32:
+            return x
+        if signature.args[0] == types.int16:
+            return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
+        i32 = ir.IntType(32)
+        bits = builder.bitcast(x, i32)
+        odd = builder.and_(builder.lshr(bits, i32(16)), i32(1))
+        nearest_even = builder.add(builder.add(bits, i32(0x7FFF)), odd)
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        quiet = builder.or_(bits, i32(0x00400000))
+        rounded = builder.select(is_nan, quiet, nearest_even)
+        return builder.trunc(builder.lshr(rounded, i32(16)), ir.IntType(16))
+
+    return like(like, value), generate
+
+
+# ---- arrays of them ----------------------------------------------------------------------------
+
+_EACH = ("float32", "uint16", "int16")
+
+
+@kernel(*(f"void({a}[::1], {b}[::1])" for a in _EACH for b in _EACH))
+def convert(source, out):  # type: ignore[no-untyped-def]  # (n,), (n,)
+    """Write `source` to `out`, from and to any format, rounding at most once."""
+    for i in range(out.size):
+        out[i] = narrow(out[i], widen(source[i]))
+
+
+@kernel(*(f"void({a}[::1], {a}[::1])" for a in _EACH))
+def add(source, total):  # type: ignore[no-untyped-def]  # (n,), (n,)
+    """Add `source` to `total` in place: float32 addition, rounded to the format."""
+    for i in range(total.size):
+        total[i] = narrow(total[i], widen(total[i]) + widen(source[i]))
+
+
+@kernel(*(f"void({a}[::1], float32[::1])" for a in _EACH))
+def accumulate(source, total):  # type: ignore[no-untyped-def]  # (n,), (n,)
+    """Add `source` of any format to a float32 `total` in place."""
+    for i in range(total.size):
+        total[i] += widen(source[i])
+
+
+@kernel(*(f"void({a}[::1], float32)" for a in _EACH))
+def scale(array, factor):  # type: ignore[no-untyped-def]  # (n,)
+    """Multiply in place."""
+    for i in range(array.size):
+        array[i] = narrow(array[i], widen(array[i]) * factor)
+
+
+@kernel(*(f"void({a}[::1], float32, {a}[::1])" for a in _EACH))
+def fold(pieces, factor, out):  # type: ignore[no-untyped-def]  # (N * n,), scalar, (n,)
+    """Add the pieces of N ranks in rank order in float32, multiply, and round once.
+
+    `pieces` holds rank 0's n numbers, then rank 1's, and so on: what an all-to-all delivers.
+    """
+    block = 2048  # 8 kB of sums stay in the first-level cache
+    n = out.size
+    ranks = pieces.size // max(n, 1)
+    sums = np.empty(block, np.float32)
+    for start in range(0, n, block):
+        size = min(block, n - start)
+        total = sums[:size]
+        first = pieces[start : start + size]
+        for i in range(size):
+            total[i] = widen(first[i])
+        for rank in range(1, ranks):
+            piece = pieces[rank * n + start : rank * n + start + size]
+            for i in range(size):
+                total[i] += widen(piece[i])
+        target = out[start : start + size]
+        for i in range(size):
+            target[i] = narrow(target[i], total[i] * factor)
+
+
+@kernel(*(f"float64({a}[::1])" for a in _EACH))
+def square_sum(array):  # type: ignore[no-untyped-def]  # (n,)
+    """Sum of squares in float64; inf or NaN exactly if the array holds one.
+
+    No square of a float32 overflows in float64. The 64 partial sums are written out, so that the
+    result depends on the array alone, not on the processor's vector width.
+    """
+    lanes = np.zeros(64, np.float64)
+    whole = array.size - array.size % 64
+    for start in range(0, whole, 64):
+        block = array[start : start + 64]
+        for i in range(64):
+            x = np.float64(widen(block[i]))
+            lanes[i] += x * x
+    total = 0.0
+    for i in range(64):
+        total += lanes[i]
+    for i in range(whole, array.size):
+        x = np.float64(widen(array[i]))
+        total += x * x
+    return total
+
+
+@kernel(*(f"int64({a}[::1])" for a in _EACH))
+def first_nonfinite(array):  # type: ignore[no-untyped-def]  # (n,)
+    """Index of the first inf or NaN, or -1."""
+    for i in range(array.size):
+        if not np.isfinite(widen(array[i])):
+            return i
+    return -1
+
+
+def nan_fill(array: Bits) -> None:
+    """Fill an array in place with NaN of its format."""
+    patterns = {"f": np.float32(np.nan), "u": np.uint16(0x7FC0), "i": np.int16(0x7E00)}
+    array.fill(patterns[array.dtype.kind])
+
+
+# ---- the loss scale ----------------------------------------------------------------------------
+
+
+@dataclass
+class LossScale:
+    """Dynamic scale of the loss: gradients in float16 must neither overflow nor vanish.
+
+    The scale is a power of two, so that it changes exponents and no significand. A step whose
+    reduced gradients hold inf or NaN is skipped on all ranks (`Zero.step`) and told to `skipped`.
+    In bfloat16 and float32 the scale is 1 and stays 1; skipping works there too.
+
+    Parameters
+    ----------
+    value : float
+        Current scale.
+    window : int
+        Applied steps in a row after which the scale doubles.
+    hysteresis : int
+        Overflows since the last doubling that are tolerated before the scale is halved: with 1, the
+        first one halves it.
+    floor : float
+        The scale never falls below this, nor below 1e-30.
+    patience : int
+        Skipped steps in a row after which training stops with FloatingPointError on all ranks.
+    dynamic : bool
+        Whether the scale moves at all.
+    """
+
+    value: float = 1.0
+    window: int = 1000
+    hysteresis: int = 1
+    floor: float = 1.0
+    patience: int = 50
+    dynamic: bool = False
+    good_steps: int = field(default=0, init=False)
+    bad_steps: int = field(default=0, init=False)
+    tolerance: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.value) and math.frexp(self.value)[0] == 0.5):
+            raise ValueError(f"loss scale {self.value} must be a power of two, such as 65536")
+        if self.floor <= 0 or self.window < 1 or self.hysteresis < 1 or self.patience < 1:
+            raise ValueError(
+                f"loss scale: floor {self.floor} must be above 0; window {self.window}, hysteresis "
+                f"{self.hysteresis} and patience {self.patience} at least 1"
+            )
+        self.tolerance = self.hysteresis
+
+    @classmethod
+    def for_format(cls, name: str, initial: float = 65536.0) -> "LossScale":
+        """Dynamic from `initial` for float16, constant 1 for the others."""
+        return cls(value=initial, dynamic=True) if name == "float16" else cls()
+
+    def applied(self) -> None:
+        """Note a step without overflow."""
+        self.good_steps, self.bad_steps = self.good_steps + 1, 0
+        if self.dynamic and self.good_steps >= self.window:
+            self.value, self.good_steps, self.tolerance = self.value * 2, 0, self.hysteresis
+
+    def skipped(self, reason: str) -> None:
+        """Note a step that was skipped for `reason`; FloatingPointError when patience is over."""
+        self.good_steps, self.bad_steps = 0, self.bad_steps + 1
+        if self.bad_steps >= self.patience:
+            raise FloatingPointError(
+                f"{self.bad_steps} steps in a row were skipped, the last because of {reason}. "
+                "A scale of the loss cannot mend that: look at the data and the learning rate."
+                if "NaN" in reason
+                else f"{self.bad_steps} steps in a row were skipped, the last because of {reason}, "
+                f"at loss scale {self.value:g}: lower the learning rate, clip, or use bfloat16."
+            )
+        if not self.dynamic:
+            return
+        self.tolerance -= 1
+        if self.tolerance <= 0:
+            if self.value / 2 < self.floor:
+                warnings.warn(
+                    f"overflow at the lowest loss scale {self.value:g} ({reason})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self.value = max(self.value / 2, self.floor, 1e-30)

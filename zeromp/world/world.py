@@ -1,0 +1,404 @@
+"""World: the collectives that ZeRO needs, over any transport, each entered in a ledger.
+
+[Note: two ways to reduce] A reduce-scatter leaves on each rank its piece of the sum over ranks.
+
+- ``mpi``, the default: the library's own `Reduce_scatter`. 16-bit numbers are added by an operation
+  of ours, in float32 and rounded at each addition. The order of additions is the library's choice:
+  it may differ between libraries, numbers of ranks and message sizes, not between two runs.
+- ``ordered``: each rank sends every other its piece (`Alltoallv`) and folds what it receives in
+  rank order, in float32, rounding once. The same bits on MPICH, Open MPI and threads, for the same
+  volume, and sums that leave the range of float16 on the way do no harm if their mean is in it.
+
+Both multiply the sum by the same factor, 1/N for a mean. All stages reduce unit by unit with the
+same pieces, so with either way stages 0 to 3 agree to the bit.
+"""
+
+import builtins
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp import wire
+from zeromp.store import Store
+from zeromp.world.ledger import Ledger
+
+T = TypeVar("T")
+REDUCE_WAYS = ("mpi", "ordered")
+HEADER_BYTES = 160
+TEXT_BYTES = 4096
+
+
+class Request(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Return when the received data may be read and the sent data overwritten."""
+
+
+class Transport(Protocol):
+    """What moves bytes between ranks: `MpiTransport` or `ThreadTransport`.
+
+    Arrays are 1-D and contiguous; `counts` are elements per rank. Every call is a collective.
+    """
+
+    name: str
+    rank: int
+    size: int
+    local_size: int
+    reduce_ways: tuple[str, ...]
+
+    def announce(self, what: str) -> None:
+        """Say which collective this rank enters next; "" when it has returned from it."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def start_all_gather(
+        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
+    ) -> Request:
+        """Start bringing all pieces to all ranks; `piece` may be its own place in `whole`."""
+
+    def all_to_all(
+        self, parts: NDArray[Any], received: NDArray[Any], counts: Sequence[int]
+    ) -> None:
+        """Send part r to rank r; receive N parts of `counts[rank]` elements."""
+
+    def reduce_scatter(
+        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int]
+    ) -> None:
+        """Leave the sum over ranks of piece r on rank r, added by the library."""
+
+    def broadcast(self, array: NDArray[Any], root: int) -> None:
+        """Give root's array to all, in place."""
+
+
+class Done:
+    """A request that is complete already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class _Entered:
+    """A request in flight that tells the world when it is over."""
+
+    def __init__(self, world: "World", verb: str, unit: str, request: Request) -> None:
+        self.world, self.verb, self.unit, self.request = world, verb, unit, request
+
+    def wait(self) -> None:
+        with self.world.inside(self.verb, self.unit):
+            self.request.wait()
+
+
+class World:
+    """N ranks that call the same collectives in the same order.
+
+    Parameters
+    ----------
+    transport : Transport
+    reduce : str
+        "mpi" or "ordered", see [Note: two ways to reduce]. A transport without a library's
+        reduction (threads, a single rank) always folds as "ordered".
+    debug : bool
+        Compare verb, unit, dtype and size over all ranks before each collective, and raise on all
+        ranks when they differ. Costs one small message per collective.
+    max_bytes : int
+        Larger messages are split; MPI counts elements, and many libraries bytes, in 32 bits.
+
+    Attributes
+    ----------
+    rank, size, local_size : int
+        This rank, how many there are, and how many of them share this node.
+    ledger : Ledger
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        reduce: str = "mpi",
+        debug: bool = False,
+        max_bytes: int = 2**30,
+    ) -> None:
+        if reduce not in REDUCE_WAYS:
+            raise ValueError(f"reduce={reduce!r} is unknown: use one of {', '.join(REDUCE_WAYS)}")
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.local_size = transport.local_size
+        self.reduce = reduce if reduce in transport.reduce_ways else "ordered"
+        self.debug = debug
+        self.max_bytes = max_bytes
+        self.ledger = Ledger()
+        self._received: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def __repr__(self) -> str:
+        return f"<rank {self.rank} of {self.size}, {self.transport.name}, reduce={self.reduce}>"
+
+    # ---- the collectives of ZeRO ---------------------------------------------------------------
+
+    def reserve(self, store: Store, num_bytes: int) -> None:
+        """Let `ordered` receive up to `num_bytes` at once, in a buffer drawn from `store`."""
+        if self.reduce == "ordered" and num_bytes > self._received.nbytes:
+            if self._received.nbytes:
+                store.leave("buffers", self._received.nbytes)
+            self._received = store.empty("buffers", num_bytes, np.uint8)
+
+    def reduce_scatter(
+        self,
+        bucket: NDArray[Any],
+        piece: NDArray[Any],
+        counts: Sequence[int],
+        factor: float,
+        unit: str = "",
+    ) -> None:
+        """Leave `factor` times the sum over ranks of their buckets' piece r on rank r.
+
+        Parameters
+        ----------
+        bucket : ndarray of shape (sum(counts),)
+            float32, or 16-bit numbers as in `wire`.
+        piece : ndarray of shape (counts[rank],), same dtype
+            Written; must not overlap `bucket`.
+        counts : sequence of int
+            Elements of each rank's piece.
+        factor : float
+            Applied in float32: by ``ordered`` before its one rounding, by ``mpi`` after the sum.
+        unit : str
+            For the ledger.
+        """
+        assert bucket.size == sum(counts) and piece.size == counts[self.rank]
+        assert bucket.dtype == piece.dtype
+        with self._collective("reduce_scatter", unit, bucket.nbytes - piece.nbytes, bucket):
+            for part, target, sizes in self._rounds(bucket, piece, counts):
+                if self.reduce == "ordered":
+                    self._fold(part, target, sizes, np.float32(factor))
+                else:
+                    self.transport.reduce_scatter(part, target, sizes)
+                    if factor != 1.0:
+                        wire.scale(target, np.float32(factor))
+
+    def _fold(
+        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
+    ) -> None:
+        if self._received.nbytes < self.size * piece.nbytes:
+            self._received = np.empty(self.size * piece.nbytes, np.uint8)
+        received = self._received[: self.size * piece.nbytes].view(bucket.dtype)
+        self.transport.all_to_all(bucket, received, counts)
+        wire.fold(received, factor, piece)
+
+    def all_gather(
+        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int], unit: str = ""
+    ) -> None:
+        """Bring the pieces of all ranks to all ranks; see `start_all_gather`."""
+        self.start_all_gather(piece, whole, counts, unit).wait()
+
+    def start_all_gather(
+        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int], unit: str = ""
+    ) -> Request:
+        """Start bringing the pieces of all ranks to all ranks.
+
+        Parameters
+        ----------
+        piece : ndarray of shape (counts[rank],)
+            May be this rank's own place in `whole`.
+        whole : ndarray of shape (sum(counts),), same dtype
+            Written; not to be read before `wait`.
+        counts : sequence of int
+        unit : str
+            For the ledger.
+
+        Returns
+        -------
+        Request
+            Requests must be waited for in the order in which they were started.
+        """
+        assert piece.size == counts[self.rank] and whole.size == sum(counts)
+        assert piece.dtype == whole.dtype
+        with self._collective("all_gather", unit, piece.nbytes * (self.size - 1), whole):
+            if whole.nbytes <= self.max_bytes:
+                request = self.transport.start_all_gather(piece, whole, counts)
+                return _Entered(self, "all_gather", unit, request)
+            self._all_gather_in_rounds(piece, whole, counts)
+            return Done()
+
+    def broadcast(self, array: NDArray[Any], root: int = 0, unit: str = "") -> None:
+        """Give `root`'s array to all ranks, in place."""
+        sent = array.nbytes * (self.size - 1) if self.rank == root else 0
+        with self._collective("broadcast", unit, sent, array):
+            step = max(self.max_bytes // array.itemsize, 1)
+            for start in range(0, array.size, step):
+                self.transport.broadcast(array[start : start + step], root)
+
+    def agree(self, values: Sequence[float]) -> NDArray[np.float64]:
+        """Give all ranks everyone's few numbers: an array of shape (N, len(values)), float64.
+
+        Facts on which ranks branch (totals, overflow, stop) come from here, so that all branch
+        alike: every rank computes them from the same numbers in the same order.
+        """
+        mine = np.asarray(values, np.float64)
+        table = np.empty(self.size * mine.size, np.float64)
+        self._exchange(mine, table)
+        return table.reshape(self.size, mine.size)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with self.inside("barrier", ""):
+            self.transport.barrier()
+
+    # ---- rules and errors on which all ranks agree -----------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a block of local checks; if it fails on one rank, raise its error on every rank."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        if self.agree([error is not None]).any():
+            self._raise_alike(error)
+
+    def _raise_alike(self, error: Exception | None) -> None:
+        text = b""
+        if error is not None:
+            bases = (c.__name__ for c in type(error).__mro__ if hasattr(builtins, c.__name__))
+            text = f"{next(bases)}\n{error}".encode()[:TEXT_BYTES]
+        mine = np.zeros(TEXT_BYTES, np.uint8)
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        table = np.empty((self.size, TEXT_BYTES), np.uint8)
+        self._exchange(mine, table.reshape(-1))
+        texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
+        rank, first = next((r, t) for r, t in enumerate(texts) if t)
+        kind, message = first.split("\n", 1)
+        if any(t != first for t in texts):
+            message = f"{message} (on rank {rank})"
+        raise alike(getattr(builtins, kind)(message)) from error
+
+    def same(self, what: str, text: str) -> None:
+        """Raise ValueError on all ranks unless they all give the same text.
+
+        The error names the first rank that differs from rank 0 and the first line that does.
+        """
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8).copy()
+        table = np.empty((self.size, digest.size), np.uint8)
+        self._exchange(digest, table.reshape(-1))
+        if (table == table[0]).all():
+            return
+        length = int(self.agree([len(text.encode())])[0, 0])
+        root = np.zeros(length, np.uint8)
+        if self.rank == 0:
+            root[:] = np.frombuffer(text.encode(), np.uint8)
+        self.broadcast(root, 0)
+        with self.together():
+            theirs, mine = root.tobytes().decode().splitlines(), text.splitlines()
+            for a, b in zip(theirs + [""] * len(mine), mine + [""] * len(theirs), strict=False):
+                if a != b:
+                    raise ValueError(
+                        f"{what} must be the same on all ranks: rank 0 has {a or 'nothing'!r}, "
+                        f"rank {self.rank} has {b or 'nothing'!r}"
+                    )
+
+    def in_step(self, batches: Iterable[T]) -> Iterator[T]:
+        """Iterate on all ranks as long as every rank has an item, then stop on all.
+
+        For data of which ranks have different amounts: what is left on the others is not used.
+        """
+        iterator = iter(batches)
+        while True:
+            item = next(iterator, None)
+            if not self.agree([item is not None]).all():
+                return
+            assert item is not None
+            yield item
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(*values, flush=True)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
+        with self._collective("agree", "", mine.nbytes * (self.size - 1), mine):
+            self.transport.start_all_gather(mine, table, [mine.size] * self.size).wait()
+
+    @contextmanager
+    def _collective(
+        self, verb: str, unit: str, sent_bytes: int, array: NDArray[Any]
+    ) -> Iterator[None]:
+        """Enter a collective in the ledger, and check in debug mode that all ranks enter it."""
+        if self.debug:
+            self._check_header(f"{verb} of {unit or 'a few numbers'}, {array.size} {array.dtype}")
+        self.ledger.enter(verb, unit, sent_bytes)
+        with self.inside(verb, unit):
+            yield
+
+    @contextmanager
+    def inside(self, verb: str, unit: str) -> Iterator[None]:
+        """Time a wait, and say where this rank waits for the others."""
+        self.transport.announce(f"{verb} of {unit}" if unit else verb)
+        start = time.perf_counter()
+        yield
+        self.ledger.seconds[verb] += time.perf_counter() - start  # type: ignore[operator]
+        self.transport.announce("")
+
+    def _check_header(self, header: str) -> None:
+        mine = np.zeros(HEADER_BYTES, np.uint8)
+        text = header.encode()[:HEADER_BYTES]
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        table = np.empty((self.size, HEADER_BYTES), np.uint8)
+        with self.inside("header", header):
+            self.transport.start_all_gather(
+                mine, table.reshape(-1), [HEADER_BYTES] * self.size
+            ).wait()
+        for rank, row in enumerate(table):
+            if not np.array_equal(row, table[0]):
+                first, other = (bytes(r).rstrip(b"\0").decode() for r in (table[0], row))
+                raise alike(
+                    RuntimeError(
+                        f"ranks call different collectives: rank 0 calls {first}, rank {rank} "
+                        f"calls {other}"
+                    )
+                )
+
+    def _rounds(
+        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int]
+    ) -> Iterator[tuple[NDArray[Any], NDArray[Any], Sequence[int]]]:
+        """Cut a reduce-scatter into rounds below `max_bytes`, each over a part of every piece."""
+        if bucket.nbytes <= self.max_bytes:
+            yield bucket, piece, counts
+            return
+        starts = np.cumsum([0, *counts]).tolist()
+        for low, high in self._round_edges(counts, bucket.itemsize):
+            sizes = [max(min(high, c) - low, 0) for c in counts]
+            parts = [bucket[s + low : s + low + n] for s, n in zip(starts, sizes, strict=False)]
+            yield np.concatenate(parts), piece[low : low + sizes[self.rank]], sizes
+
+    def _all_gather_in_rounds(
+        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
+    ) -> None:
+        starts = np.cumsum([0, *counts]).tolist()
+        for low, high in self._round_edges(counts, whole.itemsize):
+            sizes = [max(min(high, c) - low, 0) for c in counts]
+            received = np.empty(sum(sizes), whole.dtype)
+            mine = piece[low : low + sizes[self.rank]].copy()
+            self.transport.start_all_gather(mine, received, sizes).wait()
+            at = 0
+            for start, size in zip(starts, sizes, strict=False):
+                whole[start + low : start + low + size] = received[at : at + size]
+                at += size
+
+    def _round_edges(self, counts: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
+        step = max(self.max_bytes // (itemsize * self.size), 1)
+        for low in range(0, max(counts), step):
+            yield low, low + step
+
+
+def alike(error: Exception) -> Exception:
+    """Mark an error that every rank raises: the exception hook prints it once, without abort."""
+    error.on_all_ranks = True  # type: ignore[attr-defined]
+    return error

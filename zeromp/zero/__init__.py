@@ -1,0 +1,6 @@
+"""Zero: the state of N ranks, sharded; and its settings."""
+
+from zeromp.zero.settings import Group, Options, Source
+from zeromp.zero.zero import Report, Zero
+
+__all__ = ["Group", "Options", "Report", "Source", "Zero"]

@@ -1,0 +1,692 @@
+"""Zero: named arrays in, gradients in, step. For those who bring their own gradients."""
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp import account
+from zeromp.adamw import AdamW, Rule
+from zeromp.flat import Array, Layout
+from zeromp.stage2_gradients import GradientPlan
+from zeromp.stage3_parameters import SweepPlan
+from zeromp.stages import stage_of
+from zeromp.store import OverBudget, Store
+from zeromp.wire import F32, LossScale, convert, first_nonfinite, format_of, square_sum
+from zeromp.world import World, alike, alone
+from zeromp.zero.settings import (
+    Group,
+    Options,
+    Source,
+    as_float32,
+    matches,
+    warn_of_unmatched,
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step did; equal on all ranks.
+
+    Parameters
+    ----------
+    applied : bool
+        False if the step was skipped: no weight, moment or counter of it has changed.
+    loss : float
+        Mean over all micro-batches and ranks, by weight (tokens); NaN if none was given.
+    grad_norm : float
+        Norm of the mean gradient over all parameters, before clipping.
+    clip_factor : float
+        What clipping multiplied the gradient by: min(1, clip / grad_norm).
+    lr : float
+        Learning rate used, or that would have been used.
+    loss_scale : float
+        Scale under which the gradients of this step were made.
+    weight : float
+        Sum of weights (tokens) of all ranks and micro-batches.
+    reason : str
+        Why the step was skipped, with the first parameter concerned; "" if applied.
+    """
+
+    applied: bool
+    loss: float
+    grad_norm: float
+    clip_factor: float
+    lr: float
+    loss_scale: float
+    weight: float
+    reason: str = ""
+
+
+class Zero:
+    """Parameters, gradients and optimizer states of N ranks, sharded as the stage says.
+
+    Every method that communicates must be called on all ranks: `backward`, `step`, `full`,
+    `master`, `moments`, `gathered`, `sweep`.
+
+    Parameters
+    ----------
+    params : dict of str to array_like, or Source
+        Named float arrays, equal on all ranks. They are copied, never changed. One array under
+        two names is one parameter (tied).
+    world : World
+        None for a single rank.
+    stage : {0, 1, 2, 3}
+    wire : {"bfloat16", "float16", "float32"}
+        Format in which parameters and gradients are stored and sent. Arithmetic is float32.
+    optimizer : AdamW or SGD
+    groups : sequence of Group
+        Everything decays alike if none are given.
+    **options
+        See `zeromp.zero.Options`.
+
+    Examples
+    --------
+    >>> import numpy as np, zeromp as zm
+    >>> zero = zm.Zero({"w": np.array([1.0, -2.0, 3.0])}, wire="float32", stage=3,
+    ...                optimizer=zm.SGD(lr=0.1, momentum=0.0))
+    >>> for _ in range(50):
+    ...     zero.backward({"w": zero.full("w")})   # the gradient of |w|^2 / 2
+    ...     report = zero.step()
+    >>> bool(np.abs(zero.full("w")).max() < 0.02)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any] | Source,
+        *,
+        world: World | None = None,
+        stage: int = 1,
+        wire: str = "bfloat16",
+        optimizer: Rule | None = None,
+        groups: Sequence[Group] = (),
+        **options: Any,
+    ) -> None:
+        self.world = world or alone()
+        self.rule: Rule = optimizer or AdamW()
+        self.stage = stage
+        self.wire = wire
+        self.aliases: dict[str, str] = {}
+        with self.world.together():
+            self.options = Options.of(options)
+            format_of(wire)
+            row = stage_of(stage)
+            source = params if isinstance(params, Source) else self._untie(params)
+            self.layout = self._lay_out(source)
+            self.groups, self._group_of = self._sort_into_groups(groups)
+            self.loss_scaling = self._make_loss_scale()
+        self.world.same("settings", self._settings())
+        self.store = Store(self.options.device_memory)
+        travel = self.options.reduce_wire
+        gradient_plan = GradientPlan(
+            self.options.micro_batches, format_of(travel) if travel else None, source.visits
+        )
+        self.case = account.Case.of(
+            self.layout, gradient_plan, self.rule.states, self.options.prefetch, self.world.reduce
+        )
+        with self.world.together():
+            self._check_budget()
+            sweep_plan = SweepPlan(self.options.prefetch, self.options.poison)
+            self.parameters = row.parameters(self.layout, self.store, self.world, sweep_plan)
+            self.gradients = row.gradients(self.layout, self.store, self.world, gradient_plan)
+            self.optimizer = row.optimizer(
+                self.layout, self.store, self.rule, self._group_of, self.gradients, self.parameters
+            )
+        self.applied = self.skipped = self.attempts = 0
+        self.seconds: Counter[str] = Counter()  # type: ignore[type-var]
+        self._norm: float | None = None
+        self._micro: list[tuple[float, float]] = []  # weight and loss of each micro-batch, summed
+        self._rows = 0
+        self._load_initial(source)
+        self.world.ledger.section = "train"
+
+    # ---- construction ----------------------------------------------------------------------------
+
+    def _untie(self, params: Mapping[str, Any]) -> Source:
+        """Keep one name of each array that has several; the others become aliases."""
+        if not params:
+            raise ValueError("no arrays were given: params must name at least one")
+        first: dict[int, str] = {}
+        distinct = {}
+        for name, array in params.items():
+            owner = self.options.tied.get(name) or first.setdefault(id(array), name)
+            if owner != name:
+                self._check_tie(name, owner, params)
+                self.aliases[name] = owner
+            else:
+                distinct[name] = array
+        return Source.of_arrays(distinct, self.options.bucket)
+
+    def _check_tie(self, name: str, owner: str, params: Mapping[str, Any]) -> None:
+        if owner not in params or np.shape(params[owner]) != np.shape(params[name]):
+            raise ValueError(
+                f"{name!r} {np.shape(params[name])} can't be tied to {owner!r}: that must be an "
+                "array of the same shape"
+            )
+
+    def _lay_out(self, source: Source) -> Layout:
+        shapes = {n: (u, s) for u, arrays in source.shapes.items() for n, s in arrays.items()}
+        for what in ("frozen", "keep_float32"):
+            warn_of_unmatched(what, getattr(self.options, what), [*shapes, *self.aliases])
+        arrays = tuple(
+            Array(
+                name,
+                unit,
+                tuple(shape),
+                "float32" if matches(self.options.keep_float32, name, shape) else self.wire,
+                not matches(self.options.frozen, name, shape),
+            )
+            for name, (unit, shape) in shapes.items()
+        )
+        if not any(a.trainable for a in arrays):
+            raise ValueError("all arrays are frozen: there is nothing to train")
+        return Layout(arrays, self.world.size, self.world.rank)
+
+    def _sort_into_groups(
+        self, groups: Sequence[Group]
+    ) -> tuple[dict[str, Group], dict[str, int]]:
+        """All groups by name, "default" last, and the number of each trainable array's group."""
+        every = [*groups, Group("default", lambda *_: True)]
+        if len({g.name for g in every}) < len(every):
+            raise ValueError(f"group names must differ ('default' is taken): {[g.name for g in groups]}")
+        trained = [a for a in self.layout.arrays if a.trainable]
+        for group in groups:
+            warn_of_unmatched(f"group {group.name!r}", group.match, [a.name for a in trained])
+        group_of = {
+            a.name: next(i for i, g in enumerate(every) if matches(g.match, a.name, a.shape))
+            for a in trained
+        }
+        return {g.name: g for g in every}, group_of
+
+    def _make_loss_scale(self) -> LossScale:
+        o = self.options
+        dynamic = self.wire == "float16"
+        value = o.loss_scale if o.loss_scale is not None else (65536.0 if dynamic else 1.0)
+        return LossScale(
+            value, o.loss_scale_window, o.hysteresis, o.min_loss_scale, o.patience, dynamic
+        )
+
+    def _settings(self) -> str:
+        """All that must be the same on every rank, as text."""
+        groups = [(g.name, g.lr_factor, g.weight_decay) for g in self.groups.values()]
+        options = {
+            k: v for k, v in asdict(self.options).items() if k not in ("frozen", "keep_float32")
+        }
+        return "\n".join(
+            [
+                f"stage {self.stage}",
+                f"wire {self.wire}",
+                f"reduce {self.world.reduce}",
+                f"optimizer {self.rule}",
+                f"groups {groups} {self._group_of}",
+                f"options {options}",
+                f"aliases {self.aliases}",
+                self.layout.table(),
+            ]
+        )
+
+    def _check_budget(self) -> None:
+        budget = self.options.device_memory
+        need = account.held(self.case, self.stage)
+        if budget is None or sum(need.values()) <= budget:
+            return
+        fits = [s for s in range(4) if sum(account.held(self.case, s).values()) <= budget]
+        advice = (
+            f"the lowest stage that fits is {fits[0]}"
+            if fits
+            else "no stage fits: use more ranks, a smaller model, or fewer bytes per number"
+        )
+        parts = ", ".join(f"{kind} {size:,}" for kind, size in need.items() if size)
+        raise OverBudget(
+            f"stage {self.stage} on {self.world.size} ranks needs {sum(need.values()):,} bytes per "
+            f"rank before activations ({parts}); the device has {budget:,}: {advice}"
+        )
+
+    def _load_initial(self, source: Source) -> None:
+        """Take a rank's part of each unit's values, after checking that all ranks have the same."""
+        digests = []
+        with self.world.together():
+            for unit in self.layout.units:
+                values = source.values(unit)
+                digest = hashlib.sha256()
+                for name, array in values.items():
+                    _check_finite(name, array)
+                    digest.update(np.ascontiguousarray(array).view(np.uint8))
+                digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
+                self._load(unit, values)
+        self.world.same("initial values", "\n".join(digests))
+
+    def _load(self, unit: str, values: Mapping[str, F32]) -> None:
+        """Set masters and stored parameters of a unit from its whole values."""
+        for index, flat in enumerate(self.layout.flats):
+            if unit not in flat.arrays:
+                continue
+            whole = np.concatenate([values[a.name].reshape(-1) for a, _ in flat.arrays[unit]])
+            whole = whole.astype(np.float32, copy=False)
+            self.parameters.load(index, unit, whole)
+            if flat.trainable:
+                self.optimizer.states[index].load(unit, whole)
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def begin(self, weight: float, rows: int = 0, error: Exception | None = None) -> tuple[float, int]:
+        """Start a micro-batch: agree on its weight over all ranks.
+
+        Parameters
+        ----------
+        weight : float
+            Of this rank's share of the mean: its number of tokens.
+        rows : int
+            Samples on this rank.
+        error : Exception or None
+            What is wrong with this rank's data; raised on all ranks.
+
+        Returns
+        -------
+        float
+            What the gradient of this rank's *sum* of losses must be multiplied by.
+        int
+            Number of this rank's first sample in the global batch.
+        """
+        if len(self._micro) == self.options.micro_batches and error is None:
+            more = len(self._micro) + 1
+            error = ValueError(
+                f"backward was called {more} times before step, but micro_batches is "
+                f"{self.options.micro_batches}: call step, or pass micro_batches={more}"
+            )
+        table = self.world.agree([weight, rows, error is not None])
+        if table[:, 2].any():
+            with self.world.together():
+                if error is not None:
+                    raise error
+        weights, samples = table[:, 0], table[:, 1]
+        total = float(weights.sum())
+        first_sample = self._rows + int(samples[: self.world.rank].sum())
+        self._rows += int(samples.sum())
+        self._micro.append((total, math.nan))
+        reference = self._micro[0][0] / self.world.size
+        return self.loss_scaling.value / (reference or 1.0), first_sample
+
+    def end(self, loss_sum: float) -> float:
+        """Finish a micro-batch with this rank's sum of losses; returns the mean over all ranks."""
+        total = self._micro[-1][0]
+        loss = float(self.world.agree([loss_sum]).sum())
+        self._micro[-1] = (total, loss)
+        return loss / total if total else math.nan
+
+    def backward(
+        self, gradients: Mapping[str, Any], weight: float = 1.0, loss: float = math.nan
+    ) -> float:
+        """Take in the gradients of one micro-batch.
+
+        Parameters
+        ----------
+        gradients : dict of str to array_like
+            By name, in any order: gradient of this rank's *mean* loss, not scaled. A missing name
+            counts as zeros. Values are asked for unit by unit, so a lazy mapping need not hold all.
+        weight : float
+            Of this rank in the mean over ranks, such as its number of samples. With equal weights
+            the step uses the plain mean over ranks and micro-batches.
+        loss : float
+            This rank's mean loss, for the report.
+
+        Returns
+        -------
+        float
+            Mean loss over all ranks, by weight.
+        """
+        start = time.perf_counter()
+        error: Exception | None = None
+        try:
+            self._check_gradients(gradients, weight)
+        except ValueError as caught:
+            error = caught
+        factor, _ = self.begin(weight, 0, error)
+        scale = np.float32(factor * weight)
+        for unit in self.layout.units:
+            for name, view in self.gradients.bucket(unit).items():
+                self._fill(view, name, gradients, scale)
+            self.gradients.close(unit)
+        mean = self.end(loss * weight)
+        self.seconds["backward"] += time.perf_counter() - start  # type: ignore[operator]
+        return mean
+
+    def _fill(
+        self, view: F32, name: str, gradients: Mapping[str, Any], scale: np.float32
+    ) -> None:
+        """Write, to a bucket's view, the sum of what is given under a parameter's names."""
+        names = [name, *(alias for alias, owner in self.aliases.items() if owner == name)]
+        given = [as_float32(n, gradients[n], "gradient of") for n in names if n in gradients]
+        if not given:
+            view.fill(0)
+        with np.errstate(over="ignore", invalid="ignore"):  # found, and skipped, in `step`
+            for i, gradient in enumerate(given):
+                np.multiply(gradient, scale, out=view) if i == 0 else np.add(
+                    view, gradient * scale, out=view
+                )
+
+    def _check_gradients(self, gradients: Mapping[str, Any], weight: float) -> None:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"weight {weight} must be finite and not negative")
+        for name in gradients:
+            _, array, _ = self.layout.find(self.aliases.get(name, name))
+            if not array.trainable:
+                raise ValueError(f"{name!r} is frozen: it takes no gradient")
+            shape = np.shape(gradients[name])
+            if shape != array.shape:
+                raise ValueError(
+                    f"gradient of {name!r} has shape {shape}; it must be {array.shape}"
+                )
+            as_float32(name, gradients[name], "gradient of")
+
+    def step(self, lr: float | None = None, clip: float | None = None) -> Report:
+        """Reduce what is not reduced yet, clip, and update all parameters.
+
+        It uses the micro-batches that have come since the last step, also if they are fewer than
+        `micro_batches`: the mean is over what is there.
+
+        Parameters
+        ----------
+        lr : float or None
+            Learning rate; None takes the optimizer's.
+        clip : float or None
+            Upper limit of the gradient's norm; None does not clip.
+
+        Returns
+        -------
+        Report
+            If any rank's gradient holds inf or NaN the step is skipped on all ranks:
+            `applied` is False, and nothing has changed but the loss scale.
+
+        Raises
+        ------
+        FloatingPointError
+            On all ranks, when `patience` steps in a row were skipped.
+        """
+        start = time.perf_counter()
+        self._check_step(lr, clip)
+        rate = self.rule.lr if lr is None else lr
+        scale = self.loss_scaling.value
+        weight = sum(w for w, _ in self._micro)
+        unscale = self._micro[0][0] / (scale * weight) if weight else 0.0
+        self.gradients.finish()
+        norm = math.sqrt(self._square_sum()) * unscale
+        self._norm = norm
+        finite = math.isfinite(norm)
+        reason = "" if finite else self._first_bad()
+        clip_factor = min(1.0, clip / norm) if finite and clip is not None and norm > 0 else 1.0
+        if finite:
+            self.optimizer.step(self.applied + 1, unscale * clip_factor, self._rates(rate))
+            self.applied += 1
+        else:
+            self.skipped += 1
+        loss = sum(x for _, x in self._micro) / weight if weight else math.nan
+        self.attempts += 1
+        self.zero_grad()
+        self._note(reason)
+        self.seconds["optimizer"] += time.perf_counter() - start  # type: ignore[operator]
+        return Report(finite, loss, norm, clip_factor, rate, scale, weight, reason)
+
+    def _check_step(self, lr: float | None, clip: float | None) -> None:
+        """Refuse a step on all ranks unless they ask for the same, sensible, one."""
+        asked = [math.nan if x is None else float(x) for x in (lr, clip)]
+        table = self.world.agree([*asked, len(self._micro)])
+        with self.world.together():
+            if not self._micro:
+                raise ValueError("step without gradients: call backward first")
+            if lr is not None and not (math.isfinite(lr) and lr >= 0):
+                raise ValueError(f"lr {lr} must be finite and not negative")
+            if clip is not None and not clip > 0:
+                raise ValueError(f"clip {clip} must be above 0; None does not clip")
+            for rank, row in enumerate(table):
+                if not np.array_equal(row, table[0], equal_nan=True):
+                    raise ValueError(
+                        "step must be called alike on all ranks: rank 0 has lr, clip, micro-batches "
+                        f"{table[0].tolist()}, rank {rank} {row.tolist()}"
+                    )
+
+    def _square_sum(self) -> float:
+        """Squared norm of the reduced gradient: by piece, then unit, then rank, in float64."""
+        mine = 0.0
+        for array, _, _ in self._own_gradients():
+            mine += square_sum(array)
+        total = 0.0
+        for row in self.world.agree([mine]):
+            total += float(row[0])
+        return total
+
+    def _own_gradients(self) -> Iterator[tuple[NDArray[Any], int, str]]:
+        """This rank's pieces of the gradient, with index of the flat, and unit."""
+        for index, flat in enumerate(self.layout.trainable):
+            extent = self.gradients.extents[index]
+            for unit in flat.counts:
+                yield self.gradients.arrays[index][extent.own[unit]], index, unit
+
+    def _first_bad(self) -> str:
+        """Name the first parameter, in the model's order, whose gradient is not finite."""
+        order = {a.name: i for i, a in enumerate(self.layout.arrays)}
+        found = (float(len(order)), 0.0)
+        for piece, index, unit in self._own_gradients():
+            at = first_nonfinite(piece)
+            if at < 0:
+                continue
+            flat = self.layout.trainable[index]
+            inside = flat.piece[unit].start + at
+            name = next(
+                a.name for a, start in flat.arrays[unit] if start <= inside < start + a.size
+            )
+            value = np.empty(1, np.float32)
+            convert(piece[at : at + 1], value)
+            found = min(found, (float(order[name]), float(np.isnan(value[0]))))
+        first = min((row[0], row[1]) for row in self.world.agree(found).tolist())
+        name = self.layout.arrays[int(first[0])].name
+        return f"{'NaN' if first[1] else 'inf'} in the gradient of {name!r}"
+
+    def _rates(self, lr: float) -> F32:
+        """Rows of learning rate and weight decay, one per group."""
+        return np.array(
+            [
+                (lr * g.lr_factor, self.rule.weight_decay if g.weight_decay is None else g.weight_decay)
+                for g in self.groups.values()
+            ],
+            np.float32,
+        )
+
+    def _note(self, reason: str) -> None:
+        """Tell the loss scale, and say on rank 0 that a step was skipped."""
+        if not reason:
+            self.loss_scaling.applied()
+            return
+        self.world.print(f"step {self.attempts} skipped: {reason}")
+        try:
+            self.loss_scaling.skipped(reason)
+        except FloatingPointError as error:
+            raise alike(error) from None
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that have come since the last step."""
+        self.gradients.clear()
+        self._micro.clear()
+        self._rows = 0
+
+    # ---- what it knows -----------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all arrays, second names of tied ones included."""
+        return [*(a.name for a in self.layout.arrays), *self.aliases]
+
+    def lr(self) -> float:
+        """Learning rate that the next step uses unless it is given one."""
+        return self.rule.lr
+
+    def grad_norm(self) -> float | None:
+        """Norm before clipping of the last attempt at a step; None before the first."""
+        return self._norm
+
+    def loss_scale(self) -> float:
+        """Scale of the next backward: 1 unless the wire is float16."""
+        return self.loss_scaling.value
+
+    def state(self) -> dict[str, float]:
+        """Counters: attempts at a step, applied and skipped ones, loss scale."""
+        return {
+            "attempts": self.attempts,
+            "applied": self.applied,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scaling.value,
+        }
+
+    def describe(self) -> str:
+        """Effective configuration, as text of a few lines."""
+        lines = [
+            f"stage {self.stage} on {self.world.size} ranks ({self.world.transport.name}, "
+            f"reduce={self.world.reduce}), wire {self.wire}, {self.rule}"
+        ]
+        if self.wire == "float16":
+            lines[0] += f", loss scale {self.loss_scaling.value:g}"
+        by_number = list(self.groups.values())
+        for number, group in enumerate(by_number):
+            names = [n for n, g in self._group_of.items() if g == number]
+            if names:
+                decay = self._rates(self.rule.lr)[number, 1]
+                shown = ", ".join(names[:4]) + (f", ... {len(names)} arrays" if names[4:] else "")
+                lines.append(
+                    f"group {group.name}: weight decay {decay:g}, lr x {group.lr_factor:g}: {shown}"
+                )
+        for what in ("frozen", "keep_float32"):
+            names = [
+                a.name
+                for a in self.layout.arrays
+                if matches(getattr(self.options, what), a.name, a.shape)
+            ]
+            if names:
+                lines.append(f"{what.replace('_', ' ')}: {', '.join(names)}")
+        return "\n".join(lines)
+
+    # ---- whole arrays ----------------------------------------------------------------------------
+
+    def full(self, name: str) -> F32:
+        """Whole parameter as stored, widened to float32: a copy. Call on all ranks.
+
+        NumPy has no bfloat16, so 16-bit parameters come back as float32 numbers that fit into 16
+        bits; `dtype` tells the stored format.
+        """
+        index, array, place = self.layout.find(self.aliases.get(name, name))
+        stored = self._whole(index, array.unit, self.parameters.arrays, self.parameters.extents)
+        values = np.empty(array.size, np.float32)
+        convert(stored[place], values)
+        return values.reshape(array.shape)
+
+    def dtype(self, name: str) -> str:
+        """Format in which a parameter is stored: "float32", "bfloat16" or "float16"."""
+        return self.layout.find(self.aliases.get(name, name))[1].format
+
+    def master(self, name: str) -> F32:
+        """Whole float32 master of a parameter: a copy. Call on all ranks.
+
+        Where a parameter is stored in float32, or frozen, it is the parameter itself.
+        """
+        index, array, place = self.layout.find(self.aliases.get(name, name))
+        if not array.trainable or self.optimizer.states[index].master is None:
+            return self.full(name)
+        masters = [states.master for states in self.optimizer.states]
+        whole = self._whole(index, array.unit, masters, self.optimizer.extents)
+        return whole[place].reshape(array.shape).copy()
+
+    def moments(self, name: str) -> dict[str, F32]:
+        """Whole float32 optimizer state of a parameter by kind ("m", "v"): copies. On all ranks."""
+        index, array, place = self.layout.find(self.aliases.get(name, name))
+        if not array.trainable:
+            return {}
+        found = {}
+        for kind in self.rule.states:
+            arrays = [states.moments[kind] for states in self.optimizer.states]
+            whole = self._whole(index, array.unit, arrays, self.optimizer.extents)
+            found[kind] = whole[place].reshape(array.shape).copy()
+        return found
+
+    def _whole(
+        self, index: int, unit: str, arrays: Sequence[Any], extents: Sequence[Any]
+    ) -> NDArray[Any]:
+        """One unit's values in one flat, whole, from an array that holds all or a shard."""
+        flat, extent = self.layout.flats[index], extents[index]
+        held: NDArray[Any] = arrays[index][extent.spans[unit]]
+        if not extent.sharded or not flat.size(unit):
+            return held
+        whole = np.empty(flat.size(unit), held.dtype)
+        with self.world.ledger.within("inspect"):
+            self.world.all_gather(held, whole, flat.counts[unit], unit)
+        return whole
+
+    @contextmanager
+    def gathered(self, unit: str, edit: bool = False) -> Iterator[dict[str, F32]]:
+        """Hold a unit's whole parameters for the length of a block. Call on all ranks.
+
+        Parameters
+        ----------
+        unit : str
+            A unit, or the name of an array: its unit.
+        edit : bool
+            Hand out the float32 masters to be changed. What rank 0 has made of them when the block
+            ends is what all ranks continue from: masters, stored parameters, everywhere. Optimizer
+            states are kept. Other ranks' changes are dropped.
+
+        Yields
+        ------
+        dict of str to ndarray
+            Copies by name; read-only unless `edit`.
+        """
+        with self.world.together():
+            if unit not in self.layout.units:
+                unit = self.layout.find(self.aliases.get(unit, unit))[1].unit
+        names = [a.name for a in self.layout.arrays if a.unit == unit]
+        values = {name: self.master(name) if edit else self.full(name) for name in names}
+        if not edit:
+            for array in values.values():
+                array.flags.writeable = False
+        named = values | {a: values[o] for a, o in self.aliases.items() if o in values}
+        yield named
+        if edit:
+            with self.world.together():
+                for name in names:
+                    _check_finite(name, values[name])
+            with self.world.ledger.within("inspect"):
+                for array in values.values():
+                    self.world.broadcast(array.reshape(-1), 0, unit)
+            self._load(unit, values)
+
+    def sweep(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, Mapping[str, F32]]]:
+        """Walk units with their float32 weights at hand. Call on all ranks, in the same order.
+
+        Parameters
+        ----------
+        order : sequence of str or None
+            Units; None walks all.
+
+        Yields
+        ------
+        str, dict of str to ndarray
+            Unit and its weights by name, valid until the next unit is asked for; not to be changed.
+        """
+        units = list(self.layout.units if order is None else order)
+        for unit, weights in zip(units, self.parameters.sweep(units), strict=True):
+            yield unit, weights
+
+
+
+def _check_finite(name: str, values: F32) -> None:
+    bad = first_nonfinite(np.ascontiguousarray(values).reshape(-1))
+    if bad >= 0:
+        raise ValueError(
+            f"array {name!r} holds {values.reshape(-1)[bad]} at flat index {bad}: values must be "
+            "finite"
+        )
