@@ -6,6 +6,7 @@ Start at `zeromp.stages`: the ladder is a table of eight small classes.
 from zeromp import account, data, models
 from zeromp.adamw import SGD, AdamW, constant, cosine, linear
 from zeromp.engine import Engine
+from zeromp.runlog import RunLog, parse
 from zeromp.store import OverBudget
 from zeromp.world import World, alone, threads, world
 from zeromp.zero import Group, Options, Report, Source, Zero
@@ -20,6 +21,7 @@ __all__ = [
     "Options",
     "OverBudget",
     "Report",
+    "RunLog",
     "Source",
     "World",
     "Zero",
@@ -30,6 +32,7 @@ __all__ = [
     "data",
     "linear",
     "models",
+    "parse",
     "threads",
     "world",
 ]

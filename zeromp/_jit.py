@@ -3,7 +3,7 @@
 Three things go wrong when kernels are decorated one by one, and this module settles them once:
 
 - *Flags are inherited.* A function without explicit ``fastmath`` or ``error_model`` takes those of
-  whichever caller compiles it first, so its bits depend on the order of calls. All kernels name both.
+  whichever caller compiles it first, so its bits depend on the order of calls. All name both.
 - *The cache does not see callees.* numba looks at the file that defines a kernel only. The cache
   folder here is named after a hash of all kernel sources, so that no stale kernel is ever loaded.
 - *N ranks start together.* Compiling is done under a file lock, one per node: the first rank
@@ -31,7 +31,7 @@ KERNEL_SOURCES = ("_jit.py", "wire.py", "adamw.py", "kernels.py")
 
 @functools.cache
 def cache_folder() -> Path:
-    """Folder of the compiled kernels: ``NUMBA_CACHE_DIR``, else the user's cache, else temporary."""
+    """Folder of compiled kernels: in ``NUMBA_CACHE_DIR``, the user's cache, or temporary."""
     here = Path(__file__).parent
     sources = b"".join((here / name).read_bytes() for name in KERNEL_SOURCES)
     name = f"zeromp-{hashlib.sha256(sources).hexdigest()[:12]}"
@@ -54,7 +54,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[bool]:
-    """Hold this node's compile lock with numba's cache in `cache_folder`; yields whether it is usable."""
+    """Hold this node's compile lock and use `cache_folder`; yields whether there is one."""
     folder = cache_folder()
     if folder == Path():
         yield False

@@ -200,7 +200,7 @@ def sent(
     return {"reduce_scatter": reduced, "all_gather": gathered, "agree": agreed}
 
 
-# ---- the papers' closed forms -------------------------------------------------------------------
+# ---- the papers' closed forms --------------------------------------------------------------------
 
 
 def model_state_bytes(psi: float, num_ranks: int, stage: int, states: int = 12) -> float:
@@ -232,7 +232,7 @@ def largest_model(device_bytes: float, num_ranks: int, stage: int) -> float:
 
 
 def traffic_elements(psi: float, num_ranks: int, stage: int) -> float:
-    """Elements that a rank sends per step with one micro-batch and no unit visited twice (sec. 7)."""
+    """Elements that a rank sends per step, one micro-batch, no unit visited twice (section 7)."""
     return (3 if stage >= 3 else 2) * psi * (num_ranks - 1) / num_ranks
 
 

@@ -9,7 +9,7 @@ where shards or segments are cut, and equal NumPy's for the same float32 formula
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,10 @@ class Rule(Protocol):
 
     lr: float
     weight_decay: float
-    states: tuple[str, ...]  # kinds of float32 state kept per parameter beside the master
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Kinds of float32 state kept per parameter beside the master."""
 
     def update(
         self,
@@ -210,7 +213,7 @@ def _adamw(gradient, parameters, m_all, v_all, segments, rates, c):  # type: ign
 
 @kernel(*(f"void({g}[::1], float32[::1], {c}[::1], float32[::1], float32[::1], {_TABLES})"
           for g, c in _PAIRS))  # fmt: skip
-def _adamw_copy(gradient, master, copy, m_all, v_all, segments, rates, c):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _adamw_copy(gradient, master, copy, m_all, v_all, segments, rates, c):  # type: ignore[no-untyped-def]
     """AdamW on a float32 master, with a 16-bit copy out."""
     one = np.float32(1)
     for k in range(segments.shape[0]):
@@ -255,7 +258,7 @@ def _sgd_copy(gradient, master, copy, m_all, segments, rates, c):  # type: ignor
             out[i] = narrow(out[i], p[i])
 
 
-# ---- schedules ----------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 def constant(step: int, peak: float, warmup: int = 0) -> float:

@@ -85,7 +85,9 @@ class Tokens:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Draw this rank's share of `rows` rows of the held-out text, the same for any N."""
         starts = self._starts(rows, self.num_train, self.tokens.size, -1 - draw)
-        return self._rows(starts[rows * world.rank // world.size : rows * (world.rank + 1) // world.size])
+        return self._rows(
+            starts[rows * world.rank // world.size : rows * (world.rank + 1) // world.size]
+        )
 
     def _starts(self, rows: int, low: int, high: int, step: int) -> NDArray[np.int64]:
         sequence = np.random.SeedSequence([self.seed, abs(step), int(step < 0)])
@@ -103,9 +105,9 @@ def check_batch(global_batch: int, micro: int, num_ranks: int) -> int:
     """Micro-batches per rank and step; ValueError, with the equation, if they do not divide."""
     if micro < 1 or global_batch < 1 or global_batch % (micro * num_ranks):
         raise ValueError(
-            f"global batch {global_batch} must be micro-batch {micro} x {num_ranks} ranks x a whole "
-            f"number of micro-batches per step; {micro} x {num_ranks} = {micro * num_ranks} does "
-            "not divide it"
+            f"global batch {global_batch} must be micro-batch {micro} x {num_ranks} ranks x a "
+            f"whole number of micro-batches per step; {micro} x {num_ranks} = "
+            f"{micro * num_ranks} does not divide it"
         )
     return global_batch // (micro * num_ranks)
 

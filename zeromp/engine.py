@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from zeromp.adamw import Rule
 from zeromp.models import Model, Saved, Scope, Visit
+from zeromp.store import OverBudget
 from zeromp.wire import F32
 from zeromp.world import World
 from zeromp.zero import Group, Report, Source, Zero
@@ -76,6 +77,7 @@ class Engine:
             rules = f"recompute {self.recompute}\nseed {seed}\nmodel {model.name}"
             self.world.same("engine settings", rules)
         self.seconds = self.zero.seconds
+        self.predicted_activations = 0
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -105,6 +107,7 @@ class Engine:
         """
         path = tuple(self.model.path if path is None else path)
         weight, error = self._weigh(x, y)
+        error = error or self._predict_activations(path, x)
         factor, first_sample = self.zero.begin(weight, len(x) if error is None else 0, error)
         scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
         start = time.perf_counter()
@@ -114,8 +117,8 @@ class Engine:
             middle = time.perf_counter()
             self._backward(path, saved, output, scope)
         del output
-        self.seconds["forward"] += middle - start  # type: ignore[operator]
-        self.seconds["backward"] += time.perf_counter() - middle  # type: ignore[operator]
+        self.seconds["forward"] += middle - start
+        self.seconds["backward"] += time.perf_counter() - middle
         return self.zero.end(loss_sum)
 
     def _weigh(self, x: NDArray[Any], y: NDArray[Any]) -> tuple[float, Exception | None]:
@@ -125,6 +128,21 @@ class Engine:
         except ValueError as error:
             return 0.0, error
         return float(self.model.count(y)), None
+
+    def _predict_activations(self, path: Sequence[Visit], x: NDArray[Any]) -> Exception | None:
+        """Predict what a micro-batch keeps between forward and backward; an error if too much."""
+        shape = x.shape[:2] if self.model.context else (len(x), 1)
+        numbers = [visit.layer.activation_bytes(*shape) for visit in path]
+        if self.recompute:
+            need = sum(of_input for _, of_input in numbers[:-1]) + numbers[-1][0]
+        else:
+            need = sum(of_saved for of_saved, _ in numbers)
+        self.predicted_activations = max(self.predicted_activations, need)
+        try:
+            self.zero.store.check("activations", need)
+        except OverBudget as error:
+            return error
+        return None
 
     def _forward(
         self, path: Sequence[Visit], x: NDArray[Any], scope: Scope
@@ -234,7 +252,7 @@ class Engine:
             tokens.append(_draw(logits.astype(np.float64), temperature, rng))
         return tokens
 
-    # ---- what Zero does ----------------------------------------------------------------------------
+    # ---- what Zero does --------------------------------------------------------------------------
 
     @property
     def applied(self) -> int:

@@ -11,9 +11,10 @@ Rank r of N owns elements [n*r//N, n*(r+1)//N) of every unit of n elements, at e
 models have one flat; arrays kept in float32 beside 16-bit ones, and frozen arrays, make more.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Array:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ class Layout:
             starts = np.cumsum([0, *(a.size for a in group)]).tolist()
             arrays[unit] = tuple(zip(group, starts[:-1], strict=True))
             edges = cuts(starts[-1], self.num_ranks)
-            counts[unit] = tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+            counts[unit] = tuple(b - a for a, b in pairwise(edges))
             low, high = edges[self.rank], edges[self.rank + 1]
             piece[unit] = slice(low, high)
             full_spans[unit] = slice(full_at, full_at + starts[-1])

@@ -24,7 +24,7 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 intrinsic: Callable[[Any], Any] = extending.intrinsic
 
-# ---- reductions along a row --------------------------------------------------------------------
+# ---- reductions along a row ----------------------------------------------------------------------
 
 _LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
 
@@ -91,7 +91,7 @@ def largest(_context: Any, row: Any) -> Any:
     return types.float32(row), code
 
 
-# ---- exp ---------------------------------------------------------------------------------------
+# ---- exp -----------------------------------------------------------------------------------------
 
 _ZERO, _ONE, _LIMIT = np.float32(0), np.float32(1), np.float32(87)
 _ROUND = np.float32(1.5 * 2**23)  # near this number, float32 has no digits after the point
@@ -115,7 +115,7 @@ def exp(x: np.float32) -> np.float32:
     return _ZERO if x < -_LIMIT else (p * (y * y) + y + _ONE) * exponent.view(np.float32)
 
 
-# ---- layer norm and GELU -----------------------------------------------------------------------
+# ---- layer norm and GELU -------------------------------------------------------------------------
 
 _EPSILON = np.float32(1e-5)  # added to the variance, as in GPT-2
 _SLOPE, _CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
@@ -177,7 +177,7 @@ def gelu_backward(x: F32, dy: F32) -> None:  # (n,), (n,)
         dy[i] *= s + x[i] * (s * (e * s)) * slope
 
 
-# ---- softmax and losses ------------------------------------------------------------------------
+# ---- softmax and losses --------------------------------------------------------------------------
 
 
 @kernel("void(float32[:, ::1], float32)")
@@ -230,7 +230,7 @@ def cross_entropy(logits: F32, targets: I64, factor: np.float32) -> float:  # (R
     return loss
 
 
-# ---- biases, embeddings, dropout ---------------------------------------------------------------
+# ---- biases, embeddings, dropout -----------------------------------------------------------------
 
 
 @kernel("void(float32[:, ::1], float32[::1])")

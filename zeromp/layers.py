@@ -19,7 +19,7 @@ from zeromp.wire import F32
 
 I64 = NDArray[np.int64]
 
-# ---- checks ------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def check_float(array: NDArray[Any], shape: tuple[int, ...], what: str) -> None:
@@ -68,7 +68,7 @@ def _flat(ids: NDArray[Any]) -> I64:
     return ids.astype(np.int64).reshape(-1)
 
 
-# ---- linear ------------------------------------------------------------------------------------
+# ---- linear --------------------------------------------------------------------------------------
 
 
 def linear(x: F32, w: F32, b: F32 | None = None) -> F32:
@@ -104,7 +104,7 @@ def linear_backward(x: F32, w: F32, dy: F32, dw: F32 | None, db: F32 | None) -> 
     return dx.reshape(x.shape)
 
 
-# ---- layer norm, GELU, attention ---------------------------------------------------------------
+# ---- layer norm, GELU, attention -----------------------------------------------------------------
 
 
 def layernorm(x: F32, w: F32, b: F32) -> tuple[F32, F32]:
@@ -216,7 +216,7 @@ def attention_backward(qkv: F32, p: F32, dy: F32) -> F32:
     return dqkv
 
 
-# ---- embedding, dropout, losses ----------------------------------------------------------------
+# ---- embedding, dropout, losses ------------------------------------------------------------------
 
 
 def embedding(ids: I64, wte: F32, wpe: F32) -> F32:

@@ -213,9 +213,7 @@ class _Courier:
                 None if source == sent else store.empty("buffers", flat.widest, sent.dtype)
             )
             self.incoming.append(
-                None
-                if receives_in_place
-                else store.empty("buffers", flat.widest_piece, sent.dtype)
+                None if receives_in_place else store.empty("buffers", flat.widest_piece, sent.dtype)
             )
             world.reserve(store, world.size * flat.widest_piece * sent.itemsize)
 

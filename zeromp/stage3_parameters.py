@@ -140,9 +140,7 @@ class ShardedParameters:
         for index, flat in _having(self.layout, unit):
             here[index] = buffers[index][: flat.size(unit)]
             own = self.arrays[index][flat.shard.own[unit]]
-            requests.append(
-                self.world.start_all_gather(own, here[index], flat.counts[unit], unit)
-            )
+            requests.append(self.world.start_all_gather(own, here[index], flat.counts[unit], unit))
         return here, requests
 
 
@@ -157,9 +155,7 @@ class _Desk:
     def __init__(self, layout: Layout, store: Store, plan: SweepPlan) -> None:
         self.layout, self.plan = layout, plan
         self.widened = [
-            store.empty(
-                "buffers", 0 if f.format == FORMATS["float32"] else f.widest, np.float32
-            )
+            store.empty("buffers", 0 if f.format == FORMATS["float32"] else f.widest, np.float32)
             for f in layout.flats
         ]
 

@@ -1,4 +1,4 @@
-"""Where arrays live, and the ledger of what is held: so far in memory, within an optional budget."""
+"""Where arrays live, and the ledger of what is held: memory, within an optional budget."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -47,6 +47,12 @@ class Store:
 
     def enter(self, kind: str, num_bytes: int) -> None:
         """Enter bytes that someone is about to hold; OverBudget if they do not fit."""
+        self.check(kind, num_bytes)
+        self.held[kind] += num_bytes
+        self.peak[kind] = max(self.peak[kind], self.held[kind])
+
+    def check(self, kind: str, num_bytes: int) -> None:
+        """Raise OverBudget, with who holds what, unless that many more bytes fit."""
         assert kind in KINDS, kind
         if self.budget is not None and sum(self.held.values()) + num_bytes > self.budget:
             raise OverBudget(
@@ -54,8 +60,6 @@ class Store:
                 f"{self.budget:,} bytes. Climb to a higher stage, use more ranks, recompute "
                 "activations, or take a smaller micro-batch or model."
             )
-        self.held[kind] += num_bytes
-        self.peak[kind] = max(self.peak[kind], self.held[kind])
 
     def leave(self, kind: str, num_bytes: int) -> None:
         """Take out bytes that were entered."""

@@ -54,10 +54,10 @@ def format_of(name: str) -> Format:
     return FORMATS[name]
 
 
-# ---- one number: bits to float32 and back ------------------------------------------------------
+# ---- one number: bits to float32 and back --------------------------------------------------------
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def widen(_context: Any, bits: Any) -> Any:
     """Value, as float32, of a stored number."""
     if bits not in (types.float32, types.uint16, types.int16):
@@ -75,7 +75,7 @@ def widen(_context: Any, bits: Any) -> Any:
     return types.float32(bits), generate
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def narrow(_context: Any, like: Any, value: Any) -> Any:
     """Stored form of a float32 in the format of `like` (whose value is not used)."""
     if value != types.float32 or like not in (types.float32, types.uint16, types.int16):
@@ -99,7 +99,7 @@ def narrow(_context: Any, like: Any, value: Any) -> Any:
     return like(like, value), generate
 
 
-# ---- arrays of them ----------------------------------------------------------------------------
+# ---- arrays of them ------------------------------------------------------------------------------
 
 _EACH = ("float32", "uint16", "int16")
 
@@ -195,7 +195,7 @@ def nan_fill(array: Bits) -> None:
     array.fill(patterns[array.dtype.kind])
 
 
-# ---- the loss scale ----------------------------------------------------------------------------
+# ---- the loss scale ------------------------------------------------------------------------------
 
 
 @dataclass

@@ -44,8 +44,10 @@ def world(reduce: str = "mpi", hook: bool = True) -> World:
     if not any(name in os.environ for name in LAUNCH_VARIABLES):
         return alone(debug)
     try:
+        from mpi4py import MPI
+
         from zeromp.world.guard import Guard
-        from zeromp.world.mpi import MPI, MpiTransport, check_launcher
+        from zeromp.world.mpi import MpiTransport, check_launcher
     except ImportError as error:
         raise ImportError(
             "started by an MPI launcher, but mpi4py can't be imported: install zeromp[mpich], "

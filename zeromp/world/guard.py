@@ -44,7 +44,7 @@ class Guard:
         self.entered = 0
         self.since = 0.0  # when the present collective was entered; 0 outside
         self.window = MPI.Win.Allocate(RECORD_BYTES, 1, comm=self.comm)
-        self.record = np.frombuffer(self.window, np.uint8)
+        self.record = np.asarray(self.window.tomemory())
         self.record[:] = 0
 
     def announce(self, what: str) -> None:

@@ -1,6 +1,6 @@
 """The ledger of what a rank has sent: bytes and messages by section, verb and unit."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +18,7 @@ class Ledger:
     ----------
     sent_bytes, messages : Counter of (section, verb) to int
     unit_bytes : Counter of (section, verb, unit) to int
-    seconds : Counter of verb to float
+    seconds : dict of verb to float
         Time spent inside collectives.
     section : str
         Where entries go now: "setup", "train", "evaluate" or "inspect".
@@ -29,7 +29,7 @@ class Ledger:
         self.sent_bytes: Counter[tuple[str, str]] = Counter()
         self.messages: Counter[tuple[str, str]] = Counter()
         self.unit_bytes: Counter[tuple[str, str, str]] = Counter()
-        self.seconds: Counter[str] = Counter()  # type: ignore[type-var]
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def enter(self, verb: str, unit: str, num_bytes: int) -> None:
         """Enter one collective."""

@@ -13,7 +13,13 @@ from numpy.typing import NDArray
 from zeromp import wire
 
 # What the launchers of MPI jobs tell a process about the number of ranks.
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_SIZE", "SLURM_NTASKS", "MV2_COMM_WORLD_SIZE")
+SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_SIZE",
+    "SLURM_NTASKS",
+    "MV2_COMM_WORLD_SIZE",
+)
 MPI_TYPES = {
     "f4": MPI.FLOAT,
     "f8": MPI.DOUBLE,
@@ -69,7 +75,7 @@ class MpiTransport:
         Told which collective this rank enters, and "" when it has left it.
     """
 
-    reduce_ways = ("mpi", "ordered")
+    reduce_ways: tuple[str, ...] = ("mpi", "ordered")
 
     def __init__(self, comm: MPI.Intracomm, announce: Callable[[str], None] | None = None) -> None:
         self.comm = comm.Dup()

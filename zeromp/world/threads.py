@@ -49,7 +49,7 @@ class ThreadTransport:
     """Collectives by reading what the other threads have posted."""
 
     name = "threads"
-    reduce_ways = ("ordered",)
+    reduce_ways: tuple[str, ...] = ("ordered",)
 
     def __init__(self, shared: _Shared, rank: int) -> None:
         self.shared = shared
@@ -62,7 +62,7 @@ class ThreadTransport:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._post(None, lambda offers: None).wait()
+        self._post(None, lambda _offers: None).wait()
 
     def start_all_gather(
         self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
@@ -89,9 +89,7 @@ class ThreadTransport:
 
         self._post(parts, read).wait()
 
-    def reduce_scatter(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int]
-    ) -> None:
+    def reduce_scatter(self, *_: Any) -> None:
         """Not there: threads have no library, `World` folds as "ordered"."""
         raise AssertionError("threads reduce as 'ordered'")
 

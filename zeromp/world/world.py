@@ -138,7 +138,11 @@ class World:
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.size}, {self.transport.name}, reduce={self.reduce}>"
 
-    # ---- the collectives of ZeRO ---------------------------------------------------------------
+    def reducing(self, way: str) -> "World":
+        """Return a world of the same ranks, with a ledger of its own, that reduces another way."""
+        return World(self.transport, way, self.debug, self.max_bytes)
+
+    # ---- the collectives of ZeRO -----------------------------------------------------------------
 
     def reserve(self, store: Store, num_bytes: int) -> None:
         """Let `ordered` receive up to `num_bytes` at once, in a buffer drawn from `store`."""
@@ -320,7 +324,7 @@ class World:
         if self.rank == 0:
             print(*values, flush=True)
 
-    # ---- inside ---------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     def _exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
         with self._collective("agree", "", mine.nbytes * (self.size - 1), mine):
@@ -343,7 +347,7 @@ class World:
         self.transport.announce(f"{verb} of {unit}" if unit else verb)
         start = time.perf_counter()
         yield
-        self.ledger.seconds[verb] += time.perf_counter() - start  # type: ignore[operator]
+        self.ledger.seconds[verb] += time.perf_counter() - start
         self.transport.announce("")
 
     def _check_header(self, header: str) -> None:

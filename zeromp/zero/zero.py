@@ -3,7 +3,7 @@
 import hashlib
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -111,7 +111,7 @@ class Zero:
         **options: Any,
     ) -> None:
         self.world = world or alone()
-        self.rule: Rule = optimizer or AdamW()
+        self.rule: Rule = AdamW() if optimizer is None else optimizer
         self.stage = stage
         self.wire = wire
         self.aliases: dict[str, str] = {}
@@ -141,7 +141,7 @@ class Zero:
                 self.layout, self.store, self.rule, self._group_of, self.gradients, self.parameters
             )
         self.applied = self.skipped = self.attempts = 0
-        self.seconds: Counter[str] = Counter()  # type: ignore[type-var]
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self._norm: float | None = None
         self._micro: list[tuple[float, float]] = []  # weight and loss of each micro-batch, summed
         self._rows = 0
@@ -190,13 +190,13 @@ class Zero:
             raise ValueError("all arrays are frozen: there is nothing to train")
         return Layout(arrays, self.world.size, self.world.rank)
 
-    def _sort_into_groups(
-        self, groups: Sequence[Group]
-    ) -> tuple[dict[str, Group], dict[str, int]]:
+    def _sort_into_groups(self, groups: Sequence[Group]) -> tuple[dict[str, Group], dict[str, int]]:
         """All groups by name, "default" last, and the number of each trainable array's group."""
         every = [*groups, Group("default", lambda *_: True)]
         if len({g.name for g in every}) < len(every):
-            raise ValueError(f"group names must differ ('default' is taken): {[g.name for g in groups]}")
+            raise ValueError(
+                f"group names must differ ('default' is taken): {[g.name for g in groups]}"
+            )
         trained = [a for a in self.layout.arrays if a.trainable]
         for group in groups:
             warn_of_unmatched(f"group {group.name!r}", group.match, [a.name for a in trained])
@@ -259,7 +259,7 @@ class Zero:
                 digest = hashlib.sha256()
                 for name, array in values.items():
                     _check_finite(name, array)
-                    digest.update(np.ascontiguousarray(array).view(np.uint8))
+                    digest.update(np.ascontiguousarray(array).tobytes())
                 digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
                 self._load(unit, values)
         self.world.same("initial values", "\n".join(digests))
@@ -277,7 +277,9 @@ class Zero:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def begin(self, weight: float, rows: int = 0, error: Exception | None = None) -> tuple[float, int]:
+    def begin(
+        self, weight: float, rows: int = 0, error: Exception | None = None
+    ) -> tuple[float, int]:
         """Start a micro-batch: agree on its weight over all ranks.
 
         Parameters
@@ -356,12 +358,10 @@ class Zero:
                 self._fill(view, name, gradients, scale)
             self.gradients.close(unit)
         mean = self.end(loss * weight)
-        self.seconds["backward"] += time.perf_counter() - start  # type: ignore[operator]
+        self.seconds["backward"] += time.perf_counter() - start
         return mean
 
-    def _fill(
-        self, view: F32, name: str, gradients: Mapping[str, Any], scale: np.float32
-    ) -> None:
+    def _fill(self, view: F32, name: str, gradients: Mapping[str, Any], scale: np.float32) -> None:
         """Write, to a bucket's view, the sum of what is given under a parameter's names."""
         names = [name, *(alias for alias, owner in self.aliases.items() if owner == name)]
         given = [as_float32(n, gradients[n], "gradient of") for n in names if n in gradients]
@@ -432,7 +432,7 @@ class Zero:
         self.attempts += 1
         self.zero_grad()
         self._note(reason)
-        self.seconds["optimizer"] += time.perf_counter() - start  # type: ignore[operator]
+        self.seconds["optimizer"] += time.perf_counter() - start
         return Report(finite, loss, norm, clip_factor, rate, scale, weight, reason)
 
     def _check_step(self, lr: float | None, clip: float | None) -> None:
@@ -449,8 +449,8 @@ class Zero:
             for rank, row in enumerate(table):
                 if not np.array_equal(row, table[0], equal_nan=True):
                     raise ValueError(
-                        "step must be called alike on all ranks: rank 0 has lr, clip, micro-batches "
-                        f"{table[0].tolist()}, rank {rank} {row.tolist()}"
+                        "step must be called alike on all ranks: rank 0 has lr, clip, "
+                        f"micro-batches {table[0].tolist()}, rank {rank} {row.tolist()}"
                     )
 
     def _square_sum(self) -> float:
@@ -464,7 +464,7 @@ class Zero:
         return total
 
     def _own_gradients(self) -> Iterator[tuple[NDArray[Any], int, str]]:
-        """This rank's pieces of the gradient, with index of the flat, and unit."""
+        """Yield this rank's pieces of the gradient, with index of the flat, and unit."""
         for index, flat in enumerate(self.layout.trainable):
             extent = self.gradients.extents[index]
             for unit in flat.counts:
@@ -492,9 +492,10 @@ class Zero:
 
     def _rates(self, lr: float) -> F32:
         """Rows of learning rate and weight decay, one per group."""
+        everyones = self.rule.weight_decay
         return np.array(
             [
-                (lr * g.lr_factor, self.rule.weight_decay if g.weight_decay is None else g.weight_decay)
+                (lr * g.lr_factor, own if (own := g.weight_decay) is not None else everyones)
                 for g in self.groups.values()
             ],
             np.float32,
@@ -517,7 +518,7 @@ class Zero:
         self._micro.clear()
         self._rows = 0
 
-    # ---- what it knows -----------------------------------------------------------------------------
+    # ---- what it knows ---------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -678,9 +679,7 @@ class Zero:
             Unit and its weights by name, valid until the next unit is asked for; not to be changed.
         """
         units = list(self.layout.units if order is None else order)
-        for unit, weights in zip(units, self.parameters.sweep(units), strict=True):
-            yield unit, weights
-
+        yield from zip(units, self.parameters.sweep(units), strict=True)
 
 
 def _check_finite(name: str, values: F32) -> None:

@@ -1,0 +1,108 @@
+"""Train a GPT on text, on as many ranks as mpirun starts, at any stage of ZeRO.
+
+    mpirun -n 8 python examples/train.py --stage 3
+
+The default corpus is the text that every Python carries: its standard library, byte by byte.
+"""
+
+import argparse
+
+import zeromp as zm
+
+SCHEDULES = {
+    "cosine": zm.cosine,
+    "linear": zm.linear,
+    "constant": lambda step, steps, peak, warmup: zm.constant(step, peak, warmup),
+}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("ZeRO").add_argument
+    add("--stage", type=int, default=1, choices=range(4), help="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too (default 1)")  # fmt: skip # noqa: E501
+    add("--wire", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="format in which weights and gradients are stored and sent (default bfloat16)")  # fmt: skip # noqa: E501
+    add("--reduce", default="mpi", choices=("mpi", "ordered"), help="add gradients by the MPI library, or in rank order: the same bits on every MPI (default mpi)")  # fmt: skip # noqa: E501
+    add("--recompute", action="store_true", help="keep each block's input only, and compute the block again in backward")  # fmt: skip # noqa: E501
+    add("--device-memory", type=int, metavar="BYTES", help="refuse to hold more than this on a rank, and name the stage that fits")  # fmt: skip # noqa: E501
+
+    add = parser.add_argument_group("model").add_argument
+    add("--layers", type=int, default=4, help="blocks (default 4)")
+    add("--width", type=int, default=128, help="channels (default 128)")
+    add("--heads", type=int, default=4, help="attention heads (default 4)")
+    add("--context", type=int, default=128, help="tokens that a prediction may look back on (default 128)")  # fmt: skip # noqa: E501
+    add("--dropout", type=float, default=0.0, help="(default 0)")
+    add("--seed", type=int, default=0, help="of weights, data and dropout (default 0)")
+
+    add = parser.add_argument_group("data").add_argument
+    add("--data", nargs="+", metavar="FILE", help="text files, or one .npy file of token ids (default: Python's standard library)")  # fmt: skip # noqa: E501
+    add("--global-batch", type=int, default=24, help="rows of text per step, over all ranks (default 24)")  # fmt: skip # noqa: E501
+    add("--micro-batch", type=int, help="rows that a rank computes at a time (default: all of its share)")  # fmt: skip # noqa: E501
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--steps", type=int, default=300, help="(default 300)")
+    add("--optimizer", default="adamw", choices=("adamw", "sgd"), help="(default adamw)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate (default 0.003)")
+    add("--warmup", type=int, default=20, help="steps over which the learning rate rises (default 20)")  # fmt: skip # noqa: E501
+    add("--schedule", default="cosine", choices=SCHEDULES, help="of the learning rate after that (default cosine)")  # fmt: skip # noqa: E501
+    add("--clip", type=float, default=1.0, help="limit of the gradient's norm; 0 does not clip (default 1)")  # fmt: skip # noqa: E501
+    add("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms never decay (default 0.1)")  # fmt: skip # noqa: E501
+
+    add = parser.add_argument_group("output").add_argument
+    add("--metrics", metavar="FILE", help="write one JSON object per step, and a summary")
+    add("--eval-every", type=int, default=0, metavar="K", help="loss on held-out text every K steps (default: at the end only)")  # fmt: skip # noqa: E501
+    add("--sample", type=int, default=200, metavar="N", help="characters of text to write at the end; 0 for none (default 200)")  # fmt: skip # noqa: E501
+    return parser
+
+
+def held_out_loss(engine, tokens, rows):
+    return engine.evaluate(*tokens.held_out_batch(rows, engine.world))
+
+
+def main():
+    world = zm.world()
+    args = zm.parse(arguments(), world)
+    world = world.reducing(args.reduce)
+    with world.together():  # a wrong setting is one message, on all ranks, before anything starts
+        micro = args.micro_batch or max(args.global_batch // world.size, 1)
+        micro_batches = zm.data.check_batch(args.global_batch, micro, world.size)
+        tokens = zm.data.Tokens(args.data, context=args.context, seed=args.seed)
+        model = zm.models.gpt(
+            tokens.vocab, args.layers, args.width, args.heads, args.context, args.dropout
+        )
+    optimizer = zm.AdamW if args.optimizer == "adamw" else zm.SGD
+    engine = zm.Engine(
+        model,
+        world=world,
+        stage=args.stage,
+        wire=args.wire,
+        optimizer=optimizer(lr=args.lr, weight_decay=args.weight_decay),
+        groups=[zm.Group("no decay", lambda name, shape: len(shape) < 2, weight_decay=0.0)],
+        seed=args.seed,
+        micro_batches=micro_batches,
+        recompute=args.recompute,
+        device_memory=args.device_memory,
+    )
+    world.print(engine.zero.describe())
+
+    log = zm.RunLog(engine, args.steps, args.metrics)
+    for step in range(args.steps):
+        for x, y in tokens.batches(step, args.global_batch, micro, world):
+            engine.backward(x, y)
+        lr = SCHEDULES[args.schedule](engine.applied, args.steps, args.lr, args.warmup)
+        log.step(engine.step(lr=lr, clip=args.clip or None))
+        if args.eval_every and (step + 1) % args.eval_every == 0:
+            world.print(f"held-out loss {held_out_loss(engine, tokens, args.global_batch):.4f}")
+
+    held_out = held_out_loss(engine, tokens, 4 * args.global_batch)
+    log.finish(held_out_loss=held_out)
+    world.print(f"held-out loss {held_out:.4f}")
+    if args.sample and tokens.vocab == zm.data.BYTES:
+        text = bytes(engine.generate(b"def ", args.sample, seed=args.seed))
+        world.print("\n" + text.decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What a run prints and writes: progress, one JSON object per step, and the table at the end."""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from tabulate import tabulate
+from tqdm import tqdm
+
+from zeromp import account
+from zeromp.engine import Engine
+from zeromp.store import KINDS
+from zeromp.world import World
+from zeromp.world.ledger import VERBS
+from zeromp.zero import Report
+
+LINE_SECONDS = 5.0  # between two progress lines where there is no terminal
+
+
+def parse(parser: argparse.ArgumentParser, world: World) -> argparse.Namespace:
+    """Parse the command line, with help and complaints printed by rank 0 alone."""
+    silence = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        if world.rank > 0:
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        return parser.parse_args()
+
+
+class RunLog:
+    """Follows a training run on all ranks; rank 0 prints and writes.
+
+    Parameters
+    ----------
+    engine : Engine
+    steps : int
+        Steps that the run is going to make.
+    metrics : path or None
+        File that receives one JSON object per step, and a last one with ``"summary": true``.
+    """
+
+    def __init__(self, engine: Engine, steps: int, metrics: str | Path | None = None) -> None:
+        self.engine, self.steps = engine, steps
+        self.world = engine.world
+        self.losses: list[float] = []
+        self.micro_batches = 0
+        self.file: TextIO | None = None
+        with self.world.ledger.within("setup"), self.world.together():
+            if metrics is not None and self.world.rank == 0:
+                Path(metrics).parent.mkdir(parents=True, exist_ok=True)
+                self.file = Path(metrics).open("w")  # noqa: SIM115 - closed by `finish`
+        self.bar: tqdm[Any] | None = None
+        if self.world.rank == 0 and sys.stderr.isatty():
+            self.bar = tqdm(total=steps, unit="step", dynamic_ncols=True)
+        self.begun = self.since = self.last_line = time.perf_counter()
+        self.seconds = dict(engine.seconds)
+
+    def step(self, report: Report) -> None:
+        """Note a step. The first call of all ranks after `Engine.step`."""
+        now = time.perf_counter()
+        elapsed, self.since = now - self.since, now
+        self.losses.append(report.loss)
+        self.micro_batches += self.engine.zero.options.micro_batches
+        phases = {k: v - self.seconds.get(k, 0.0) for k, v in self.engine.seconds.items()}
+        self.seconds = dict(self.engine.seconds)
+        rate = report.weight / elapsed
+        self._write(
+            {
+                "step": len(self.losses) - 1,
+                "loss": report.loss,
+                "grad_norm": report.grad_norm,
+                "lr": report.lr,
+                "loss_scale": report.loss_scale,
+                "skipped": not report.applied,
+                "tokens_per_s": rate,
+                "seconds": {**phases, "step": elapsed},
+            }
+        )
+        self._show(report, rate, now)
+
+    def _show(self, report: Report, rate: float, now: float) -> None:
+        text = f"loss {report.loss:.4f}  |g| {report.grad_norm:.3f}  {rate:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text, refresh=False)
+            self.bar.update()
+            return
+        done = len(self.losses)
+        if self.world.rank == 0 and (
+            now - self.last_line >= LINE_SECONDS or done in (1, self.steps)
+        ):
+            self.last_line = now
+            left = (now - self.begun) / done * (self.steps - done)
+            print(f"step {done:>5}/{self.steps}  {text}  {_clock(left)} left", flush=True)
+
+    def finish(self, **extra: Any) -> dict[str, Any]:
+        """End the run: print the table, write the summary, and return it. Call on all ranks.
+
+        Parameters
+        ----------
+        **extra
+            Entered in the summary as given.
+
+        Returns
+        -------
+        dict
+            The summary: see the fields in `summary`; equal on all ranks.
+        """
+        if self.bar is not None:
+            self.bar.close()
+        result = summary(self.engine, self.losses, self.micro_batches) | extra
+        self._write({"summary": True, **result})
+        if self.file is not None:
+            self.file.close()
+        self.world.print(table(result))
+        return result
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if self.file is not None:
+            print(json.dumps(_plain(entry)), file=self.file, flush=True)
+
+
+def summary(engine: Engine, losses: Sequence[float], micro_batches: int) -> dict[str, Any]:
+    """Collect what a run held and sent on every rank, measured and predicted, and its hashes.
+
+    Returns
+    -------
+    dict
+        ``ranks``, ``stage``, ``wire``, ``mpi``, ``steps``, ``applied``, ``first_loss``,
+        ``last_loss``; ``held_bytes`` and ``sent_bytes``: by rank, then by kind or verb,
+        ``{"measured": ..., "predicted": ...}``; ``peak_rss_bytes`` by rank; ``weights_sha256``,
+        of the float32 masters as whole arrays in the order of their names, and ``state_sha256``,
+        of masters and moments: they depend on neither the number of ranks, nor stage, nor tier.
+    """
+    zero, world = engine.zero, engine.world
+    held = [zero.store.held.get(k, 0) for k in KINDS]
+    held[KINDS.index("activations")] = zero.store.peak.get("activations", 0)
+    want_held = account.held(zero.case, zero.stage)
+    predicted_held = [want_held.get(k, 0) for k in KINDS]
+    predicted_held[KINDS.index("activations")] = engine.predicted_activations
+    verbs = [v for v in VERBS if v != "broadcast"]
+    want_sent = account.sent(
+        zero.case,
+        zero.stage,
+        applied=zero.applied,
+        skipped=zero.skipped,
+        micro_batches=micro_batches,
+        path=[visit.unit for visit in engine.model.path],
+    )
+    sent = [world.ledger.sent(v) for v in verbs]
+    predicted_sent = [want_sent[v] for v in verbs]
+    peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with world.ledger.within("inspect"):
+        rows = world.agree([*held, *predicted_held, *sent, *predicted_sent, peak_rss])
+        weights, state = hashes(engine)
+    n, m = len(KINDS), len(verbs)
+    return {
+        "ranks": world.size,
+        "stage": zero.stage,
+        "wire": zero.wire,
+        "reduce": world.reduce,
+        "mpi": world.transport.name,
+        "num_parameters": engine.model.num_parameters,
+        "steps": len(losses),
+        "applied": zero.applied,
+        "first_loss": losses[0] if losses else math.nan,
+        "last_loss": losses[-1] if losses else math.nan,
+        "held_bytes": [_pairs(KINDS, row[:n], row[n : 2 * n]) for row in rows],
+        "sent_bytes": [
+            _pairs(verbs, row[2 * n : 2 * n + m], row[2 * n + m : 2 * (n + m)]) for row in rows
+        ],
+        "peak_rss_bytes": [int(row[-1]) for row in rows],
+        "weights_sha256": weights,
+        "state_sha256": state,
+    }
+
+
+def _pairs(names: Sequence[str], measured: Any, predicted: Any) -> dict[str, dict[str, int]]:
+    return {
+        name: {"measured": int(a), "predicted": int(b)}
+        for name, a, b in zip(names, measured, predicted, strict=True)
+    }
+
+
+def hashes(engine: Engine) -> tuple[str, str]:
+    """SHA-256 of all float32 masters, and of masters and moments, by name. Call on all ranks."""
+    weights, state = hashlib.sha256(), hashlib.sha256()
+    for name in sorted(engine.zero.names):
+        master = engine.master(name)
+        weights.update(name.encode() + master.tobytes())
+        state.update(name.encode() + master.tobytes())
+        for values in engine.moments(name).values():
+            state.update(values.tobytes())
+    return weights.hexdigest(), state.hexdigest()
+
+
+def table(result: dict[str, Any]) -> str:
+    """Lay out a summary: what each rank held and sent, beside what the paper predicts."""
+    rows = []
+    psi = result["num_parameters"]
+    sections = (("held", "held_bytes", psi), ("sent", "sent_bytes", psi * result["steps"]))
+    for title, key, per in sections:
+        for name in result[key][0]:
+            pairs = [rank[name] for rank in result[key]]
+            measured = [pair["measured"] for pair in pairs]
+            predicted = [pair["predicted"] for pair in pairs]
+            if not any(measured + predicted):
+                continue
+            rows.append(
+                [
+                    f"{title} {name}",
+                    _span(measured),
+                    _span(predicted),
+                    f"{sum(measured) / len(measured) / per:.3f}",
+                    "equal" if measured == predicted else "DIFFERS",
+                ]
+            )
+    head = ["bytes per rank", "measured", "predicted", "per parameter (sent: and step)", "verdict"]
+    rss = max(result["peak_rss_bytes"])
+    rows_as_text = tabulate(rows, head, stralign="right", disable_numparse=True)
+    return (
+        f"\n{result['ranks']} ranks, stage {result['stage']}, {result['wire']}, {result['mpi']}, "
+        f"{psi:,} parameters, {result['steps']} steps\n"
+        f"{rows_as_text}\n"
+        f"largest resident set of a rank {rss / 1e6:,.0f} MB; loss {result['first_loss']:.4f} "
+        f"at the start, {result['last_loss']:.4f} at the end\n"
+        f"weights {result['weights_sha256'][:16]}  state {result['state_sha256'][:16]} "
+        "(SHA-256, the same at every stage)"
+    )
+
+
+def _span(values: Sequence[int]) -> str:
+    """Bytes of all ranks: one number, or the least and the most."""
+    low, high = min(values), max(values)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no inf and NaN: null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return value
