@@ -109,12 +109,12 @@ class Flat:
     @property
     def widest(self) -> int:
         """Elements of the largest unit."""
-        return max(map(sum, self.counts.values()))
+        return max(sum(counts) for counts in self.counts.values())
 
     @property
     def widest_piece(self) -> int:
         """Elements of this rank's largest piece."""
-        return max(piece.stop - piece.start for piece in self.piece.values())
+        return max(int(piece.stop - piece.start) for piece in self.piece.values())
 
     def covered(self, extent: Extent, unit: str, values: NDArray[Any]) -> NDArray[Any]:
         """Return the part of a whole unit's values that an array of `extent` holds."""

@@ -102,6 +102,14 @@ class Options:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least {least}")
         return options
 
+    def table(self) -> list[str]:
+        """Lines on which ranks must agree; matches are compared by what they match."""
+        return [
+            f"{f.name} {getattr(self, f.name)}"
+            for f in fields(self)
+            if f.name not in ("frozen", "keep_float32")
+        ]
+
 
 def matches(match: Match, name: str, shape: tuple[int, ...]) -> bool:
     """Whether an array is meant by a list of patterns or a predicate."""

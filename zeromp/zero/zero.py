@@ -6,29 +6,23 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zeromp import account
 from zeromp.adamw import AdamW, Rule
-from zeromp.flat import Array, Layout
 from zeromp.stage2_gradients import GradientPlan
 from zeromp.stage3_parameters import SweepPlan
 from zeromp.stages import stage_of
-from zeromp.store import OverBudget, Store
-from zeromp.wire import F32, LossScale, convert, first_nonfinite, format_of, square_sum
+from zeromp.store import Store
+from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
-from zeromp.zero.settings import (
-    Group,
-    Options,
-    Source,
-    as_float32,
-    matches,
-    warn_of_unmatched,
-)
+from zeromp.zero import construct
+from zeromp.zero.norm import first_bad, square_norm
+from zeromp.zero.settings import Group, Options, Source, as_float32
+from zeromp.zero.whole import Whole
 
 
 @dataclass(frozen=True)
@@ -112,34 +106,41 @@ class Zero:
     ) -> None:
         self.world = world or alone()
         self.rule: Rule = AdamW() if optimizer is None else optimizer
-        self.stage = stage
-        self.wire = wire
+        self.stage, self.wire = stage, wire
         self.aliases: dict[str, str] = {}
         with self.world.together():
             self.options = Options.of(options)
-            format_of(wire)
-            row = stage_of(stage)
-            source = params if isinstance(params, Source) else self._untie(params)
-            self.layout = self._lay_out(source)
-            self.groups, self._group_of = self._sort_into_groups(groups)
-            self.loss_scaling = self._make_loss_scale()
+            row, _ = stage_of(stage), format_of(wire)
+            if isinstance(params, Source):
+                source = params
+            else:
+                source, self.aliases = construct.untie(params, self.options)
+            self.layout = construct.lay_out(source, wire, self.options, self.world, self.aliases)
+            self._sorted = construct.Sorted(groups, self.layout)
+            self.loss_scaling = construct.make_loss_scale(wire, self.options)
         self.world.same("settings", self._settings())
         self.store = Store(self.options.device_memory)
         travel = self.options.reduce_wire
         gradient_plan = GradientPlan(
             self.options.micro_batches, format_of(travel) if travel else None, source.visits
         )
+        sweep_plan = SweepPlan(self.options.prefetch, self.options.poison)
         self.case = account.Case.of(
-            self.layout, gradient_plan, self.rule.states, self.options.prefetch, self.world.reduce
+            self.layout, gradient_plan, self.rule.states, sweep_plan.prefetch, self.world.reduce
         )
         with self.world.together():
-            self._check_budget()
-            sweep_plan = SweepPlan(self.options.prefetch, self.options.poison)
+            construct.check_budget(self.case, stage, self.options.device_memory)
             self.parameters = row.parameters(self.layout, self.store, self.world, sweep_plan)
             self.gradients = row.gradients(self.layout, self.store, self.world, gradient_plan)
             self.optimizer = row.optimizer(
-                self.layout, self.store, self.rule, self._group_of, self.gradients, self.parameters
+                self.layout,
+                self.store,
+                self.rule,
+                self._sorted.group_of,
+                self.gradients,
+                self.parameters,
             )
+        self._whole = Whole(self.layout, self.world, self.parameters, self.optimizer)
         self.applied = self.skipped = self.attempts = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._norm: float | None = None
@@ -150,104 +151,22 @@ class Zero:
 
     # ---- construction ----------------------------------------------------------------------------
 
-    def _untie(self, params: Mapping[str, Any]) -> Source:
-        """Keep one name of each array that has several; the others become aliases."""
-        if not params:
-            raise ValueError("no arrays were given: params must name at least one")
-        first: dict[int, str] = {}
-        distinct = {}
-        for name, array in params.items():
-            owner = self.options.tied.get(name) or first.setdefault(id(array), name)
-            if owner != name:
-                self._check_tie(name, owner, params)
-                self.aliases[name] = owner
-            else:
-                distinct[name] = array
-        return Source.of_arrays(distinct, self.options.bucket)
-
-    def _check_tie(self, name: str, owner: str, params: Mapping[str, Any]) -> None:
-        if owner not in params or np.shape(params[owner]) != np.shape(params[name]):
-            raise ValueError(
-                f"{name!r} {np.shape(params[name])} can't be tied to {owner!r}: that must be an "
-                "array of the same shape"
-            )
-
-    def _lay_out(self, source: Source) -> Layout:
-        shapes = {n: (u, s) for u, arrays in source.shapes.items() for n, s in arrays.items()}
-        for what in ("frozen", "keep_float32"):
-            warn_of_unmatched(what, getattr(self.options, what), [*shapes, *self.aliases])
-        arrays = tuple(
-            Array(
-                name,
-                unit,
-                tuple(shape),
-                "float32" if matches(self.options.keep_float32, name, shape) else self.wire,
-                not matches(self.options.frozen, name, shape),
-            )
-            for name, (unit, shape) in shapes.items()
-        )
-        if not any(a.trainable for a in arrays):
-            raise ValueError("all arrays are frozen: there is nothing to train")
-        return Layout(arrays, self.world.size, self.world.rank)
-
-    def _sort_into_groups(self, groups: Sequence[Group]) -> tuple[dict[str, Group], dict[str, int]]:
-        """All groups by name, "default" last, and the number of each trainable array's group."""
-        every = [*groups, Group("default", lambda *_: True)]
-        if len({g.name for g in every}) < len(every):
-            raise ValueError(
-                f"group names must differ ('default' is taken): {[g.name for g in groups]}"
-            )
-        trained = [a for a in self.layout.arrays if a.trainable]
-        for group in groups:
-            warn_of_unmatched(f"group {group.name!r}", group.match, [a.name for a in trained])
-        group_of = {
-            a.name: next(i for i, g in enumerate(every) if matches(g.match, a.name, a.shape))
-            for a in trained
-        }
-        return {g.name: g for g in every}, group_of
-
-    def _make_loss_scale(self) -> LossScale:
-        o = self.options
-        dynamic = self.wire == "float16"
-        value = o.loss_scale if o.loss_scale is not None else (65536.0 if dynamic else 1.0)
-        return LossScale(
-            value, o.loss_scale_window, o.hysteresis, o.min_loss_scale, o.patience, dynamic
-        )
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Parameter groups by name; their numbers may be changed between steps."""
+        return self._sorted.groups
 
     def _settings(self) -> str:
         """All that must be the same on every rank, as text."""
-        groups = [(g.name, g.lr_factor, g.weight_decay) for g in self.groups.values()]
-        options = {
-            k: v for k, v in asdict(self.options).items() if k not in ("frozen", "keep_float32")
-        }
         return "\n".join(
             [
-                f"stage {self.stage}",
-                f"wire {self.wire}",
-                f"reduce {self.world.reduce}",
+                f"stage {self.stage}, wire {self.wire}, reduce {self.world.reduce}",
                 f"optimizer {self.rule}",
-                f"groups {groups} {self._group_of}",
-                f"options {options}",
                 f"aliases {self.aliases}",
+                *self._sorted.table(),
+                *self.options.table(),
                 self.layout.table(),
             ]
-        )
-
-    def _check_budget(self) -> None:
-        budget = self.options.device_memory
-        need = account.held(self.case, self.stage)
-        if budget is None or sum(need.values()) <= budget:
-            return
-        fits = [s for s in range(4) if sum(account.held(self.case, s).values()) <= budget]
-        advice = (
-            f"the lowest stage that fits is {fits[0]}"
-            if fits
-            else "no stage fits: use more ranks, a smaller model, or fewer bytes per number"
-        )
-        parts = ", ".join(f"{kind} {size:,}" for kind, size in need.items() if size)
-        raise OverBudget(
-            f"stage {self.stage} on {self.world.size} ranks needs {sum(need.values()):,} bytes per "
-            f"rank before activations ({parts}); the device has {budget:,}: {advice}"
         )
 
     def _load_initial(self, source: Source) -> None:
@@ -258,7 +177,7 @@ class Zero:
                 values = source.values(unit)
                 digest = hashlib.sha256()
                 for name, array in values.items():
-                    _check_finite(name, array)
+                    construct.check_finite(name, array)
                     digest.update(np.ascontiguousarray(array).tobytes())
                 digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
                 self._load(unit, values)
@@ -418,13 +337,15 @@ class Zero:
         weight = sum(w for w, _ in self._micro)
         unscale = self._micro[0][0] / (scale * weight) if weight else 0.0
         self.gradients.finish()
-        norm = math.sqrt(self._square_sum()) * unscale
+        norm = math.sqrt(square_norm(self.layout, self.gradients, self.world)) * unscale
         self._norm = norm
         finite = math.isfinite(norm)
-        reason = "" if finite else self._first_bad()
+        reason = "" if finite else first_bad(self.layout, self.gradients, self.world)
         clip_factor = min(1.0, clip / norm) if finite and clip is not None and norm > 0 else 1.0
         if finite:
-            self.optimizer.step(self.applied + 1, unscale * clip_factor, self._rates(rate))
+            self.optimizer.step(
+                self.applied + 1, unscale * clip_factor, self._sorted.rates(rate, self.rule)
+            )
             self.applied += 1
         else:
             self.skipped += 1
@@ -452,54 +373,6 @@ class Zero:
                         "step must be called alike on all ranks: rank 0 has lr, clip, "
                         f"micro-batches {table[0].tolist()}, rank {rank} {row.tolist()}"
                     )
-
-    def _square_sum(self) -> float:
-        """Squared norm of the reduced gradient: by piece, then unit, then rank, in float64."""
-        mine = 0.0
-        for array, _, _ in self._own_gradients():
-            mine += square_sum(array)
-        total = 0.0
-        for row in self.world.agree([mine]):
-            total += float(row[0])
-        return total
-
-    def _own_gradients(self) -> Iterator[tuple[NDArray[Any], int, str]]:
-        """Yield this rank's pieces of the gradient, with index of the flat, and unit."""
-        for index, flat in enumerate(self.layout.trainable):
-            extent = self.gradients.extents[index]
-            for unit in flat.counts:
-                yield self.gradients.arrays[index][extent.own[unit]], index, unit
-
-    def _first_bad(self) -> str:
-        """Name the first parameter, in the model's order, whose gradient is not finite."""
-        order = {a.name: i for i, a in enumerate(self.layout.arrays)}
-        found = (float(len(order)), 0.0)
-        for piece, index, unit in self._own_gradients():
-            at = first_nonfinite(piece)
-            if at < 0:
-                continue
-            flat = self.layout.trainable[index]
-            inside = flat.piece[unit].start + at
-            name = next(
-                a.name for a, start in flat.arrays[unit] if start <= inside < start + a.size
-            )
-            value = np.empty(1, np.float32)
-            convert(piece[at : at + 1], value)
-            found = min(found, (float(order[name]), float(np.isnan(value[0]))))
-        first = min((row[0], row[1]) for row in self.world.agree(found).tolist())
-        name = self.layout.arrays[int(first[0])].name
-        return f"{'NaN' if first[1] else 'inf'} in the gradient of {name!r}"
-
-    def _rates(self, lr: float) -> F32:
-        """Rows of learning rate and weight decay, one per group."""
-        everyones = self.rule.weight_decay
-        return np.array(
-            [
-                (lr * g.lr_factor, own if (own := g.weight_decay) is not None else everyones)
-                for g in self.groups.values()
-            ],
-            np.float32,
-        )
 
     def _note(self, reason: str) -> None:
         """Tell the loss scale, and say on rank 0 that a step was skipped."""
@@ -548,30 +421,19 @@ class Zero:
 
     def describe(self) -> str:
         """Effective configuration, as text of a few lines."""
-        lines = [
+        head = (
             f"stage {self.stage} on {self.world.size} ranks ({self.world.transport.name}, "
             f"reduce={self.world.reduce}), wire {self.wire}, {self.rule}"
-        ]
+        )
         if self.wire == "float16":
-            lines[0] += f", loss scale {self.loss_scaling.value:g}"
-        by_number = list(self.groups.values())
-        for number, group in enumerate(by_number):
-            names = [n for n, g in self._group_of.items() if g == number]
-            if names:
-                decay = self._rates(self.rule.lr)[number, 1]
-                shown = ", ".join(names[:4]) + (f", ... {len(names)} arrays" if names[4:] else "")
-                lines.append(
-                    f"group {group.name}: weight decay {decay:g}, lr x {group.lr_factor:g}: {shown}"
-                )
-        for what in ("frozen", "keep_float32"):
-            names = [
-                a.name
-                for a in self.layout.arrays
-                if matches(getattr(self.options, what), a.name, a.shape)
+            head += f", loss scale {self.loss_scaling.value:g}"
+        return "\n".join(
+            [
+                head,
+                *self._sorted.describe(self.rule),
+                *construct.describe_kinds(self.layout, self.options),
             ]
-            if names:
-                lines.append(f"{what.replace('_', ' ')}: {', '.join(names)}")
-        return "\n".join(lines)
+        )
 
     # ---- whole arrays ----------------------------------------------------------------------------
 
@@ -581,52 +443,25 @@ class Zero:
         NumPy has no bfloat16, so 16-bit parameters come back as float32 numbers that fit into 16
         bits; `dtype` tells the stored format.
         """
-        index, array, place = self.layout.find(self.aliases.get(name, name))
-        stored = self._whole(index, array.unit, self.parameters.arrays, self.parameters.extents)
-        values = np.empty(array.size, np.float32)
-        convert(stored[place], values)
-        return values.reshape(array.shape)
-
-    def dtype(self, name: str) -> str:
-        """Format in which a parameter is stored: "float32", "bfloat16" or "float16"."""
-        return self.layout.find(self.aliases.get(name, name))[1].format
+        return self._whole.full(self._own_name(name))
 
     def master(self, name: str) -> F32:
         """Whole float32 master of a parameter: a copy. Call on all ranks.
 
         Where a parameter is stored in float32, or frozen, it is the parameter itself.
         """
-        index, array, place = self.layout.find(self.aliases.get(name, name))
-        if not array.trainable or self.optimizer.states[index].master is None:
-            return self.full(name)
-        masters = [states.master for states in self.optimizer.states]
-        whole = self._whole(index, array.unit, masters, self.optimizer.extents)
-        return whole[place].reshape(array.shape).copy()
+        return self._whole.master(self._own_name(name))
 
     def moments(self, name: str) -> dict[str, F32]:
         """Whole float32 optimizer state of a parameter by kind ("m", "v"): copies. On all ranks."""
-        index, array, place = self.layout.find(self.aliases.get(name, name))
-        if not array.trainable:
-            return {}
-        found = {}
-        for kind in self.rule.states:
-            arrays = [states.moments[kind] for states in self.optimizer.states]
-            whole = self._whole(index, array.unit, arrays, self.optimizer.extents)
-            found[kind] = whole[place].reshape(array.shape).copy()
-        return found
+        return self._whole.moments(self._own_name(name))
 
-    def _whole(
-        self, index: int, unit: str, arrays: Sequence[Any], extents: Sequence[Any]
-    ) -> NDArray[Any]:
-        """One unit's values in one flat, whole, from an array that holds all or a shard."""
-        flat, extent = self.layout.flats[index], extents[index]
-        held: NDArray[Any] = arrays[index][extent.spans[unit]]
-        if not extent.sharded or not flat.size(unit):
-            return held
-        whole = np.empty(flat.size(unit), held.dtype)
-        with self.world.ledger.within("inspect"):
-            self.world.all_gather(held, whole, flat.counts[unit], unit)
-        return whole
+    def dtype(self, name: str) -> str:
+        """Format in which a parameter is stored: "float32", "bfloat16" or "float16"."""
+        return self.layout.find(self._own_name(name))[1].format
+
+    def _own_name(self, name: str) -> str:
+        return self.aliases.get(name, name)
 
     @contextmanager
     def gathered(self, unit: str, edit: bool = False) -> Iterator[dict[str, F32]]:
@@ -648,18 +483,16 @@ class Zero:
         """
         with self.world.together():
             if unit not in self.layout.units:
-                unit = self.layout.find(self.aliases.get(unit, unit))[1].unit
+                unit = self.layout.find(self._own_name(unit))[1].unit
         names = [a.name for a in self.layout.arrays if a.unit == unit]
         values = {name: self.master(name) if edit else self.full(name) for name in names}
-        if not edit:
-            for array in values.values():
-                array.flags.writeable = False
-        named = values | {a: values[o] for a, o in self.aliases.items() if o in values}
-        yield named
+        for array in values.values():
+            array.flags.writeable = edit
+        yield values | {a: values[o] for a, o in self.aliases.items() if o in values}
         if edit:
             with self.world.together():
                 for name in names:
-                    _check_finite(name, values[name])
+                    construct.check_finite(name, values[name])
             with self.world.ledger.within("inspect"):
                 for array in values.values():
                     self.world.broadcast(array.reshape(-1), 0, unit)
@@ -680,12 +513,3 @@ class Zero:
         """
         units = list(self.layout.units if order is None else order)
         yield from zip(units, self.parameters.sweep(units), strict=True)
-
-
-def _check_finite(name: str, values: F32) -> None:
-    bad = first_nonfinite(np.ascontiguousarray(values).reshape(-1))
-    if bad >= 0:
-        raise ValueError(
-            f"array {name!r} holds {values.reshape(-1)[bad]} at flat index {bad}: values must be "
-            "finite"
-        )

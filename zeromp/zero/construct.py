@@ -1,0 +1,169 @@
+"""From what a user hands to `Zero` to a layout, groups and a loss scale; and what is refused."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from zeromp import account
+from zeromp.adamw import Rule
+from zeromp.flat import Array, Layout
+from zeromp.store import OverBudget
+from zeromp.wire import F32, LossScale, first_nonfinite
+from zeromp.world import World
+from zeromp.zero.settings import Group, Options, Source, matches, warn_of_unmatched
+
+DEFAULT_SCALE = 65536.0  # of the loss in float16: 2^16, as in most mixed-precision training
+
+
+def untie(params: Mapping[str, Any], options: Options) -> tuple[Source, dict[str, str]]:
+    """Keep one name of each array that has several; the others become aliases of it."""
+    if not params:
+        raise ValueError("no arrays were given: params must name at least one")
+    first: dict[int, str] = {}
+    distinct, aliases = {}, {}
+    for name, array in params.items():
+        owner = options.tied.get(name) or first.setdefault(id(array), name)
+        if owner == name:
+            distinct[name] = array
+        elif owner in params and np.shape(params[owner]) == np.shape(array):
+            aliases[name] = owner
+        else:
+            raise ValueError(
+                f"{name!r} {np.shape(array)} can't be tied to {owner!r}: that must be an array of "
+                "the same shape"
+            )
+    return Source.of_arrays(distinct, options.bucket), aliases
+
+
+def lay_out(
+    source: Source, wire: str, options: Options, world: World, aliases: Mapping[str, str]
+) -> Layout:
+    """Cut a source's arrays for the ranks of a world."""
+    shapes = {n: (u, s) for u, arrays in source.shapes.items() for n, s in arrays.items()}
+    for what in ("frozen", "keep_float32"):
+        warn_of_unmatched(what, getattr(options, what), [*shapes, *aliases])
+    arrays = tuple(
+        Array(
+            name,
+            unit,
+            tuple(shape),
+            "float32" if matches(options.keep_float32, name, shape) else wire,
+            not matches(options.frozen, name, shape),
+        )
+        for name, (unit, shape) in shapes.items()
+    )
+    if not any(a.trainable for a in arrays):
+        raise ValueError("all arrays are frozen: there is nothing to train")
+    return Layout(arrays, world.size, world.rank)
+
+
+class Sorted:
+    """Trainable parameters, sorted into groups.
+
+    Attributes
+    ----------
+    groups : dict of str to Group
+        "default" last.
+    group_of : dict of str to int
+        Number of each parameter's group.
+    """
+
+    def __init__(self, groups: Sequence[Group], layout: Layout) -> None:
+        every = [*groups, Group("default", lambda *_: True)]
+        if len({g.name for g in every}) < len(every):
+            names = [g.name for g in groups]
+            raise ValueError(f"group names must differ, and 'default' is taken: {names}")
+        trained = [a for a in layout.arrays if a.trainable]
+        for group in groups:
+            warn_of_unmatched(f"group {group.name!r}", group.match, [a.name for a in trained])
+        self.groups = {g.name: g for g in every}
+        self.group_of = {
+            a.name: next(i for i, g in enumerate(every) if matches(g.match, a.name, a.shape))
+            for a in trained
+        }
+
+    def rates(self, lr: float, rule: Rule) -> F32:
+        """Rows of learning rate and weight decay, one per group."""
+        rows = [(lr * g.lr_factor, self._decay(g, rule)) for g in self.groups.values()]
+        return np.array(rows, np.float32)
+
+    def _decay(self, group: Group, rule: Rule) -> float:
+        return rule.weight_decay if group.weight_decay is None else group.weight_decay
+
+    def table(self) -> list[str]:
+        """Lines on which ranks must agree."""
+        groups = [(g.name, g.lr_factor, g.weight_decay) for g in self.groups.values()]
+        return [f"groups {groups}", f"members {self.group_of}"]
+
+    def describe(self, rule: Rule) -> list[str]:
+        """One line per group: what decays, and who is in it."""
+        lines = []
+        for number, group in enumerate(self.groups.values()):
+            names = [name for name, of in self.group_of.items() if of == number]
+            if names:
+                lines.append(
+                    f"group {group.name}: weight decay {self._decay(group, rule):g}, "
+                    f"lr x {group.lr_factor:g}: {shortened(names)}"
+                )
+        return lines
+
+
+def describe_kinds(layout: Layout, options: Options) -> list[str]:
+    """Lines on what is frozen, and what is kept in float32."""
+    lines = []
+    for what in ("frozen", "keep_float32"):
+        rule = getattr(options, what)
+        names = [a.name for a in layout.arrays if matches(rule, a.name, a.shape)]
+        if names:
+            lines.append(f"{what.replace('_', ' ')}: {shortened(names)}")
+    return lines
+
+
+def shortened(names: Sequence[str]) -> str:
+    """A list of names, a long one cut."""
+    return ", ".join(names[:4]) + (f", ... ({len(names)} arrays)" if len(names) > 4 else "")
+
+
+def make_loss_scale(wire: str, options: Options) -> LossScale:
+    """Return the loss scale: dynamic for float16, otherwise constant, and 1 unless asked for."""
+    dynamic = wire == "float16"
+    value = options.loss_scale
+    if value is None:
+        value = DEFAULT_SCALE if dynamic else 1.0
+    return LossScale(
+        value,
+        options.loss_scale_window,
+        options.hysteresis,
+        options.min_loss_scale,
+        options.patience,
+        dynamic,
+    )
+
+
+def check_budget(case: account.Case, stage: int, budget: int | None) -> None:
+    """OverBudget, with the lowest stage that fits, if a stage needs more than the device has."""
+    need = account.held(case, stage)
+    if budget is None or sum(need.values()) <= budget:
+        return
+    lowest = account.lowest_stage(case, budget)
+    advice = (
+        "no stage fits: use more ranks, a smaller model, or fewer bytes per number"
+        if lowest is None
+        else f"the lowest stage that fits is {lowest}"
+    )
+    parts = ", ".join(f"{kind} {size:,}" for kind, size in need.items() if size)
+    raise OverBudget(
+        f"stage {stage} on {case.num_ranks} ranks needs {sum(need.values()):,} bytes per rank "
+        f"before activations ({parts}); the device has {budget:,}: {advice}"
+    )
+
+
+def check_finite(name: str, values: F32) -> None:
+    """ValueError if an array holds inf or NaN."""
+    bad = first_nonfinite(np.ascontiguousarray(values).reshape(-1))
+    if bad >= 0:
+        raise ValueError(
+            f"array {name!r} holds {values.reshape(-1)[bad]} at flat index {bad}: values must be "
+            "finite"
+        )
