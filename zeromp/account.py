@@ -203,6 +203,9 @@ def sent(
 # ---- the papers' closed forms --------------------------------------------------------------------
 
 
+FORMULAS = ("2 + 2 + 12", "4 + 12/N", "2 + 14/N", "16/N")  # of `model_state_bytes`, by stage
+
+
 def model_state_bytes(psi: float, num_ranks: int, stage: int, states: int = 12) -> float:
     """Bytes per rank of parameters, gradients and optimizer states on a 16-bit wire.
 

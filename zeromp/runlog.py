@@ -226,11 +226,17 @@ def table(result: dict[str, Any]) -> str:
             )
     head = ["bytes per rank", "measured", "predicted", "per parameter (sent: and step)", "verdict"]
     rss = max(result["peak_rss_bytes"])
+    kinds = ("parameters", "gradients", "master", "m", "v")
+    states = [sum(rank[kind]["measured"] for kind in kinds) for rank in result["held_bytes"]]
+    paper = account.model_state_bytes(1, result["ranks"], result["stage"])
+    by_rank = sum(states) / len(states) / psi
     rows_as_text = tabulate(rows, head, stralign="right", disable_numparse=True)
     return (
         f"\n{result['ranks']} ranks, stage {result['stage']}, {result['wire']}, {result['mpi']}, "
         f"{psi:,} parameters, {result['steps']} steps\n"
         f"{rows_as_text}\n"
+        f"model states: {by_rank:.4f} bytes per parameter and rank; the paper's formula, for Adam "
+        f"on a 16-bit wire: {account.FORMULAS[result['stage']]} = {paper:.4f}\n"
         f"largest resident set of a rank {rss / 1e6:,.0f} MB; loss {result['first_loss']:.4f} "
         f"at the start, {result['last_loss']:.4f} at the end\n"
         f"weights {result['weights_sha256'][:16]}  state {result['state_sha256'][:16]} "
