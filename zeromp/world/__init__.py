@@ -4,9 +4,11 @@ import os
 
 from threadpoolctl import threadpool_limits
 
+from zeromp.world.errors import alike
 from zeromp.world.ledger import Ledger
 from zeromp.world.threads import ThreadTransport, _Shared, threads
-from zeromp.world.world import REDUCE_WAYS, Request, World, alike
+from zeromp.world.transport import Request
+from zeromp.world.world import REDUCE_WAYS, World
 
 __all__ = ["REDUCE_WAYS", "Ledger", "Request", "World", "alike", "alone", "threads", "world"]
 

@@ -13,86 +13,36 @@ Both multiply the sum by the same factor, 1/N for a mean. All stages reduce unit
 same pieces, so with either way stages 0 to 3 agree to the bit.
 """
 
-import builtins
 import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeromp import wire
 from zeromp.store import Store
+from zeromp.world.errors import TEXT_BYTES, alike, pack, unpack
 from zeromp.world.ledger import Ledger
+from zeromp.world.transport import Request, Transport, gather_in_rounds, reduce_rounds
 
 T = TypeVar("T")
 REDUCE_WAYS = ("mpi", "ordered")
 HEADER_BYTES = 160
-TEXT_BYTES = 4096
-
-
-class Request(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> None:
-        """Return when the received data may be read and the sent data overwritten."""
-
-
-class Transport(Protocol):
-    """What moves bytes between ranks: `MpiTransport` or `ThreadTransport`.
-
-    Arrays are 1-D and contiguous; `counts` are elements per rank. Every call is a collective.
-    """
-
-    name: str
-    rank: int
-    size: int
-    local_size: int
-    reduce_ways: tuple[str, ...]
-
-    def announce(self, what: str) -> None:
-        """Say which collective this rank enters next; "" when it has returned from it."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def start_all_gather(
-        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
-    ) -> Request:
-        """Start bringing all pieces to all ranks; `piece` may be its own place in `whole`."""
-
-    def all_to_all(
-        self, parts: NDArray[Any], received: NDArray[Any], counts: Sequence[int]
-    ) -> None:
-        """Send part r to rank r; receive N parts of `counts[rank]` elements."""
-
-    def reduce_scatter(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int]
-    ) -> None:
-        """Leave the sum over ranks of piece r on rank r, added by the library."""
-
-    def broadcast(self, array: NDArray[Any], root: int) -> None:
-        """Give root's array to all, in place."""
-
-
-class Done:
-    """A request that is complete already."""
-
-    def wait(self) -> None:
-        """Return at once."""
 
 
 class _Entered:
-    """A request in flight that tells the world when it is over."""
+    """A request that is timed, and guarded, while it is waited for; None is complete already."""
 
-    def __init__(self, world: "World", verb: str, unit: str, request: Request) -> None:
+    def __init__(self, world: "World", verb: str, unit: str, request: Request | None) -> None:
         self.world, self.verb, self.unit, self.request = world, verb, unit, request
 
     def wait(self) -> None:
-        with self.world.inside(self.verb, self.unit):
-            self.request.wait()
+        if self.request is not None:
+            with self.world.inside(self.verb, self.unit):
+                self.request.wait()
 
 
 class World:
@@ -177,7 +127,8 @@ class World:
         assert bucket.size == sum(counts) and piece.size == counts[self.rank]
         assert bucket.dtype == piece.dtype
         with self._collective("reduce_scatter", unit, bucket.nbytes - piece.nbytes, bucket):
-            for part, target, sizes in self._rounds(bucket, piece, counts):
+            rounds = reduce_rounds(bucket, piece, counts, self.rank, self.max_bytes)
+            for part, target, sizes in rounds:
                 if self.reduce == "ordered":
                     self._fold(part, target, sizes, np.float32(factor))
                 else:
@@ -223,11 +174,11 @@ class World:
         assert piece.size == counts[self.rank] and whole.size == sum(counts)
         assert piece.dtype == whole.dtype
         with self._collective("all_gather", unit, piece.nbytes * (self.size - 1), whole):
-            if whole.nbytes <= self.max_bytes:
-                request = self.transport.start_all_gather(piece, whole, counts)
-                return _Entered(self, "all_gather", unit, request)
-            self._all_gather_in_rounds(piece, whole, counts)
-            return Done()
+            if whole.nbytes > self.max_bytes:
+                gather_in_rounds(self.transport, piece, whole, counts, self.max_bytes)
+                return _Entered(self, "all_gather", unit, None)
+            request = self.transport.start_all_gather(piece, whole, counts)
+            return _Entered(self, "all_gather", unit, request)
 
     def broadcast(self, array: NDArray[Any], root: int = 0, unit: str = "") -> None:
         """Give `root`'s array to all ranks, in place."""
@@ -267,20 +218,13 @@ class World:
             self._raise_alike(error)
 
     def _raise_alike(self, error: Exception | None) -> None:
-        text = b""
-        if error is not None:
-            bases = (c.__name__ for c in type(error).__mro__ if hasattr(builtins, c.__name__))
-            text = f"{next(bases)}\n{error}".encode()[:TEXT_BYTES]
+        text = np.frombuffer(pack(error), np.uint8)
         mine = np.zeros(TEXT_BYTES, np.uint8)
-        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        mine[: text.size] = text
         table = np.empty((self.size, TEXT_BYTES), np.uint8)
         self._exchange(mine, table.reshape(-1))
         texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
-        rank, first = next((r, t) for r, t in enumerate(texts) if t)
-        kind, message = first.split("\n", 1)
-        if any(t != first for t in texts):
-            message = f"{message} (on rank {rank})"
-        raise alike(getattr(builtins, kind)(message)) from error
+        raise unpack(texts) from error
 
     def same(self, what: str, text: str) -> None:
         """Raise ValueError on all ranks unless they all give the same text.
@@ -368,41 +312,3 @@ class World:
                         f"calls {other}"
                     )
                 )
-
-    def _rounds(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int]
-    ) -> Iterator[tuple[NDArray[Any], NDArray[Any], Sequence[int]]]:
-        """Cut a reduce-scatter into rounds below `max_bytes`, each over a part of every piece."""
-        if bucket.nbytes <= self.max_bytes:
-            yield bucket, piece, counts
-            return
-        starts = np.cumsum([0, *counts]).tolist()
-        for low, high in self._round_edges(counts, bucket.itemsize):
-            sizes = [max(min(high, c) - low, 0) for c in counts]
-            parts = [bucket[s + low : s + low + n] for s, n in zip(starts, sizes, strict=False)]
-            yield np.concatenate(parts), piece[low : low + sizes[self.rank]], sizes
-
-    def _all_gather_in_rounds(
-        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
-    ) -> None:
-        starts = np.cumsum([0, *counts]).tolist()
-        for low, high in self._round_edges(counts, whole.itemsize):
-            sizes = [max(min(high, c) - low, 0) for c in counts]
-            received = np.empty(sum(sizes), whole.dtype)
-            mine = piece[low : low + sizes[self.rank]].copy()
-            self.transport.start_all_gather(mine, received, sizes).wait()
-            at = 0
-            for start, size in zip(starts, sizes, strict=False):
-                whole[start + low : start + low + size] = received[at : at + size]
-                at += size
-
-    def _round_edges(self, counts: Sequence[int], itemsize: int) -> Iterator[tuple[int, int]]:
-        step = max(self.max_bytes // (itemsize * self.size), 1)
-        for low in range(0, max(counts), step):
-            yield low, low + step
-
-
-def alike(error: Exception) -> Exception:
-    """Mark an error that every rank raises: the exception hook prints it once, without abort."""
-    error.on_all_ranks = True  # type: ignore[attr-defined]
-    return error
