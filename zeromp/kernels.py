@@ -3,9 +3,8 @@
 Shapes: B batch, T time, C channels, H heads, V vocabulary; R rows of any kind, mostly B * T.
 
 [Note: same bits] A result depends on values and shapes alone: not on where an array starts in
-memory, nor on how wide the processor's vectors are. IEEE rules hold (`_jit`), under which no
-compiler may reorder a sum. So sums along a row are written in 32 lanes (`total`, `dot`), and sums
-down a column take row after row. NaN in, NaN out.
+memory, nor on how wide the processor's vectors are. So sums along a row are made in 32 lanes, whose
+order is written out (`total`, `dot`), and sums down a column row after row. NaN in, NaN out.
 """
 
 import math
@@ -24,9 +23,9 @@ F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
 intrinsic: Callable[[Any], Any] = extending.intrinsic
 
-# ---- reductions along a row ----------------------------------------------------------------------
-
 _LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
+
+# ---- reductions along a row, exp -----------------------------------------------------------------
 
 
 def _reduction(item: Callable[..., Any], combine: Callable[..., Any], start: float) -> Any:
@@ -47,9 +46,8 @@ def _reduction(item: Callable[..., Any], combine: Callable[..., Any], start: flo
         builder.store(ir.Constant(vector, [_FLOAT(start)] * _LANES), lanes)
 
         def take(lane: Any, kind: Any, index: Any) -> None:
-            firsts = (builder.gep(array.data, [index]) for array in arrays)
-            starts = (builder.bitcast(first, kind.as_pointer()) for first in firsts)
-            values = (builder.load(start, align=4) for start in starts)
+            at = (builder.bitcast(builder.gep(a.data, [index]), kind.as_pointer()) for a in arrays)
+            values = (builder.load(pointer, align=4) for pointer in at)
             builder.store(combine(builder, builder.load(lane), item(builder, *values)), lane)
 
         with cgutils.for_range_slice(builder, size.type(0), whole, size.type(_LANES)) as (i, _):
@@ -91,8 +89,6 @@ def largest(_context: Any, row: Any) -> Any:
     return types.float32(row), code
 
 
-# ---- exp -----------------------------------------------------------------------------------------
-
 _ZERO, _ONE, _LIMIT = np.float32(0), np.float32(1), np.float32(87)
 _ROUND = np.float32(1.5 * 2**23)  # near this number, float32 has no digits after the point
 _LOG2_E = np.float32(math.log2(math.e))
@@ -118,9 +114,7 @@ def exp(x: np.float32) -> np.float32:
 # ---- layer norm and GELU -------------------------------------------------------------------------
 
 _EPSILON = np.float32(1e-5)  # added to the variance, as in GPT-2
-# Slow loops work in a block of their own: between two large arrays that start a multiple of 4 kB
-# and a little apart, loads wait for stores that only seem to overlap ("4K aliasing": 4 to 9 times).
-_BLOCK = 512
+_BLOCK = 512  # slow loops write here first: near 4 kB apart, arrays seem to overlap (4K aliasing)
 _SLOPE, _CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 
 
@@ -169,9 +163,7 @@ def gelu(x: F32, y: F32) -> None:  # (n,), (n,)
     for start in range(0, x.size, _BLOCK):
         z, out = x[start : start + _BLOCK], y[start : start + _BLOCK]
         for i in range(z.size):
-            block[i] = -_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i])
-        for i in range(z.size):
-            block[i] = _ONE + exp(block[i])
+            block[i] = _ONE + exp(-_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i]))
         for i in range(z.size):
             out[i] = z[i] / block[i]
 
@@ -183,13 +175,10 @@ def gelu_backward(x: F32, dy: F32) -> None:  # (n,), (n,)
     for start in range(0, x.size, _BLOCK):
         z, d = x[start : start + _BLOCK], dy[start : start + _BLOCK]
         for i in range(z.size):
-            block[i] = -_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i])
-        for i in range(z.size):
-            block[i] = exp(block[i])
-        for i in range(z.size):
-            s = _ONE / (_ONE + block[i])
+            e = exp(-_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i]))
+            s = _ONE / (_ONE + e)
             slope = _SLOPE * (_ONE + np.float32(3) * _CUBE * z[i] * z[i])
-            block[i] = s + z[i] * (s * (block[i] * s)) * slope
+            block[i] = s + z[i] * (s * (e * s)) * slope
         for i in range(z.size):
             d[i] *= block[i]
 
@@ -198,7 +187,7 @@ def gelu_backward(x: F32, dy: F32) -> None:  # (n,), (n,)
 
 
 @kernel("void(float32[:, ::1], float32)")
-def causal_softmax(scores: F32, scale: np.float32) -> None:  # (B * H * T, T), scalar
+def causal_softmax(scores: F32, scale: np.float32) -> None:  # (R, T), R = B * H * T, scalar
     """Turn scores into probabilities in place: row t of each T sees columns 0 to t, 0 elsewhere."""
     for r in range(scores.shape[0]):
         seen = r % scores.shape[1] + 1
@@ -213,15 +202,14 @@ def causal_softmax(scores: F32, scale: np.float32) -> None:  # (B * H * T, T), s
 
 
 @kernel("void(float32[:, ::1], float32[:, ::1], float32)")
-def causal_softmax_backward(probabilities: F32, d: F32, scale: np.float32) -> None:
-    # probabilities (B * H * T, T), d (B * H * T, T), scalar
-    """Turn d, the gradient of the probabilities, into that of the scores in place."""
+def causal_softmax_backward(p: F32, d: F32, scale: np.float32) -> None:  # (R, T), (R, T), scalar
+    """Turn d, the gradient of the probabilities p, into that of the scores in place."""
     for r in range(d.shape[0]):
         seen = r % d.shape[1] + 1
-        p, row = probabilities[r, :seen], d[r, :seen]
-        mean = dot(p, row)
+        share, row = p[r, :seen], d[r, :seen]
+        mean = dot(share, row)
         for t in range(row.size):
-            row[t] = p[t] * (row[t] - mean) * scale
+            row[t] = share[t] * (row[t] - mean) * scale
         d[r, seen:] = _ZERO
 
 
@@ -240,9 +228,8 @@ def cross_entropy(logits: F32, targets: I64, factor: np.float32) -> float:  # (R
             row[v] = exp(row[v] - top)
         norm = total(row)
         loss += math.log(np.float64(norm)) - np.float64(chosen)
-        share = factor / norm
         for v in range(row.size):
-            row[v] *= share
+            row[v] *= factor / norm
         row[target] -= factor
     return loss
 

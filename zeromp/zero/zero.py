@@ -19,9 +19,10 @@ from zeromp.stages import stage_of
 from zeromp.store import Store
 from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
-from zeromp.zero import construct
+from zeromp.zero import construct, given
+from zeromp.zero.micro import MicroBatches
 from zeromp.zero.norm import first_bad, square_norm
-from zeromp.zero.settings import Group, Options, Source, as_float32
+from zeromp.zero.settings import Group, Options, Source
 from zeromp.zero.whole import Whole
 
 
@@ -144,8 +145,7 @@ class Zero:
         self.applied = self.skipped = self.attempts = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._norm: float | None = None
-        self._micro: list[tuple[float, float]] = []  # weight and loss of each micro-batch, summed
-        self._rows = 0
+        self._micro = MicroBatches(self.world, self.options.micro_batches)
         self._load_initial(source)
         self.world.ledger.section = "train"
 
@@ -217,31 +217,12 @@ class Zero:
         int
             Number of this rank's first sample in the global batch.
         """
-        if len(self._micro) == self.options.micro_batches and error is None:
-            more = len(self._micro) + 1
-            error = ValueError(
-                f"backward was called {more} times before step, but micro_batches is "
-                f"{self.options.micro_batches}: call step, or pass micro_batches={more}"
-            )
-        table = self.world.agree([weight, rows, error is not None])
-        if table[:, 2].any():
-            with self.world.together():
-                if error is not None:
-                    raise error
-        weights, samples = table[:, 0], table[:, 1]
-        total = float(weights.sum())
-        first_sample = self._rows + int(samples[: self.world.rank].sum())
-        self._rows += int(samples.sum())
-        self._micro.append((total, math.nan))
-        reference = self._micro[0][0] / self.world.size
-        return self.loss_scaling.value / (reference or 1.0), first_sample
+        factor, first_sample = self._micro.begin(weight, rows, error)
+        return self.loss_scaling.value * factor, first_sample
 
     def end(self, loss_sum: float) -> float:
         """Finish a micro-batch with this rank's sum of losses; returns the mean over all ranks."""
-        total = self._micro[-1][0]
-        loss = float(self.world.agree([loss_sum]).sum())
-        self._micro[-1] = (total, loss)
-        return loss / total if total else math.nan
+        return self._micro.end(loss_sum)
 
     def backward(
         self, gradients: Mapping[str, Any], weight: float = 1.0, loss: float = math.nan
@@ -265,46 +246,16 @@ class Zero:
             Mean loss over all ranks, by weight.
         """
         start = time.perf_counter()
-        error: Exception | None = None
-        try:
-            self._check_gradients(gradients, weight)
-        except ValueError as caught:
-            error = caught
+        error = given.refusal(gradients, weight, self.layout, self.aliases)
         factor, _ = self.begin(weight, 0, error)
-        scale = np.float32(factor * weight)
         for unit in self.layout.units:
             for name, view in self.gradients.bucket(unit).items():
-                self._fill(view, name, gradients, scale)
+                names = [name, *(a for a, owner in self.aliases.items() if owner == name)]
+                given.write(view, names, gradients, np.float32(factor * weight))
             self.gradients.close(unit)
         mean = self.end(loss * weight)
         self.seconds["backward"] += time.perf_counter() - start
         return mean
-
-    def _fill(self, view: F32, name: str, gradients: Mapping[str, Any], scale: np.float32) -> None:
-        """Write, to a bucket's view, the sum of what is given under a parameter's names."""
-        names = [name, *(alias for alias, owner in self.aliases.items() if owner == name)]
-        given = [as_float32(n, gradients[n], "gradient of") for n in names if n in gradients]
-        if not given:
-            view.fill(0)
-        with np.errstate(over="ignore", invalid="ignore"):  # found, and skipped, in `step`
-            for i, gradient in enumerate(given):
-                np.multiply(gradient, scale, out=view) if i == 0 else np.add(
-                    view, gradient * scale, out=view
-                )
-
-    def _check_gradients(self, gradients: Mapping[str, Any], weight: float) -> None:
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"weight {weight} must be finite and not negative")
-        for name in gradients:
-            _, array, _ = self.layout.find(self.aliases.get(name, name))
-            if not array.trainable:
-                raise ValueError(f"{name!r} is frozen: it takes no gradient")
-            shape = np.shape(gradients[name])
-            if shape != array.shape:
-                raise ValueError(
-                    f"gradient of {name!r} has shape {shape}; it must be {array.shape}"
-                )
-            as_float32(name, gradients[name], "gradient of")
 
     def step(self, lr: float | None = None, clip: float | None = None) -> Report:
         """Reduce what is not reduced yet, clip, and update all parameters.
@@ -334,8 +285,7 @@ class Zero:
         self._check_step(lr, clip)
         rate = self.rule.lr if lr is None else lr
         scale = self.loss_scaling.value
-        weight = sum(w for w, _ in self._micro)
-        unscale = self._micro[0][0] / (scale * weight) if weight else 0.0
+        unscale = self._micro.unscale / scale
         self.gradients.finish()
         norm = math.sqrt(square_norm(self.layout, self.gradients, self.world)) * unscale
         self._norm = norm
@@ -349,7 +299,7 @@ class Zero:
             self.applied += 1
         else:
             self.skipped += 1
-        loss = sum(x for _, x in self._micro) / weight if weight else math.nan
+        loss, weight = self._micro.loss, self._micro.weight
         self.attempts += 1
         self.zero_grad()
         self._note(reason)
@@ -359,10 +309,12 @@ class Zero:
     def _check_step(self, lr: float | None, clip: float | None) -> None:
         """Refuse a step on all ranks unless they ask for the same, sensible, one."""
         asked = [math.nan if x is None else float(x) for x in (lr, clip)]
-        table = self.world.agree([*asked, len(self._micro)])
+        table = self.world.agree([*asked, len(self._micro.weights)])
         with self.world.together():
-            if not self._micro:
-                raise ValueError("step without gradients: call backward first")
+            if not self._micro.weight:
+                raise ValueError(
+                    "step without gradients: no sample or token has come since the last"
+                )
             if lr is not None and not (math.isfinite(lr) and lr >= 0):
                 raise ValueError(f"lr {lr} must be finite and not negative")
             if clip is not None and not clip > 0:
@@ -389,7 +341,6 @@ class Zero:
         """Forget the gradients that have come since the last step."""
         self.gradients.clear()
         self._micro.clear()
-        self._rows = 0
 
     # ---- what it knows ---------------------------------------------------------------------------
 
