@@ -86,4 +86,6 @@ launcher:
 	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check 'pip >= 21.3'
 	@.venv-$*/bin/python -m pip install -qq --disable-pip-version-check --prefer-binary \
 	  --editable '.[$(if $(filter system,$*),mpi,$*),test]'
+	@echo "compiling the kernels, once on this machine"
+	@.venv-$*/bin/python -c 'import zeromp'
 	@touch $@

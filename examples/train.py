@@ -26,7 +26,7 @@ def arguments():
     add("--wire", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="format in which weights and gradients are stored and sent (default bfloat16)")  # fmt: skip # noqa: E501
     add("--reduce", default="mpi", choices=("mpi", "ordered"), help="add gradients by the MPI library, or in rank order: the same bits on every MPI (default mpi)")  # fmt: skip # noqa: E501
     add("--recompute", action="store_true", help="keep each block's input only, and compute the block again in backward")  # fmt: skip # noqa: E501
-    add("--device-memory", type=int, metavar="BYTES", help="refuse to hold more than this on a rank, and name the stage that fits")  # fmt: skip # noqa: E501
+    add("--device-memory", type=zm.num_bytes, metavar="BYTES", help="refuse to hold more than this on a rank, and name the stage that fits")  # fmt: skip # noqa: E501
 
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=int, default=4, help="blocks (default 4)")

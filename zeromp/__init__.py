@@ -6,7 +6,7 @@ Start at `zeromp.stages`: the ladder is a table of eight small classes.
 from zeromp import account, data, models
 from zeromp.adamw import SGD, AdamW, constant, cosine, linear
 from zeromp.engine import Engine
-from zeromp.runlog import RunLog, parse
+from zeromp.runlog import RunLog, num_bytes, parse
 from zeromp.store import OverBudget
 from zeromp.world import World, alone, threads, world
 from zeromp.zero import Group, Options, Report, Source, Zero
@@ -32,6 +32,7 @@ __all__ = [
     "data",
     "linear",
     "models",
+    "num_bytes",
     "parse",
     "threads",
     "world",

@@ -105,8 +105,11 @@ class Engine:
         ValueError
             On all ranks, if one rank's data do not fit the model; nothing has been computed then.
         """
-        path = tuple(self.model.path if path is None else path)
         weight, error = self._weigh(x, y)
+        if path is None:
+            path = self.model.path
+        else:
+            error = error or self._refuse_path(path)
         error = error or self._predict_activations(path, x)
         factor, first_sample = self.zero.begin(weight, len(x) if error is None else 0, error)
         scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
@@ -128,6 +131,18 @@ class Engine:
         except ValueError as error:
             return 0.0, error
         return float(self.model.count(y)), None
+
+    def _refuse_path(self, path: Sequence[Visit]) -> Exception | None:
+        """What is wrong with a path that is not the model's own, if anything."""
+        visits = [visit.unit for visit in reversed(path)]
+        if unknown := set(visits) - set(self.zero.layout.units):
+            return ValueError(f"path visits units that the model lacks: {', '.join(unknown)}")
+        if shared := self.zero.gradients.buckets.conflict(visits):
+            return ValueError(
+                f"path keeps the gradients of {shared[0]!r} and {shared[1]!r} open together, for "
+                "which no buckets were drawn: build the Engine with a model that has this path"
+            )
+        return None
 
     def _predict_activations(self, path: Sequence[Visit], x: NDArray[Any]) -> Exception | None:
         """Predict what a micro-batch keeps between forward and backward; an error if too much."""

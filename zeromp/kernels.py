@@ -31,8 +31,8 @@ _LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
 def _reduction(item: Callable[..., Any], combine: Callable[..., Any], start: float) -> Any:
     """Code that combines `start` with the `item` of each index of one or two arrays.
 
-    Lane i takes items i, i + 32, i + 64 and so on; then the upper half of the lanes is combined
-    with the lower half until one is left. Plain loops stay scalar: LLVM may not reorder floats.
+    Lane i takes items i, i + 32, and so on; then the upper half of the lanes is combined with the
+    lower until one is left. (A plain loop is not vectorised: LLVM may not reorder it.)
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -83,18 +83,16 @@ def dot(_context: Any, row: Any, other: Any) -> Any:
 @intrinsic
 def largest(_context: Any, row: Any) -> Any:
     """Maximum of a row, NaN left out; -inf if nothing remains."""
-    code = _reduction(
-        lambda _, x: x, lambda b, x, y: b.select(b.fcmp_ordered(">", y, x), y, x), -math.inf
-    )
-    return types.float32(row), code
+    take = lambda b, x, y: b.select(b.fcmp_ordered(">", y, x), y, x)  # noqa: E731
+    return types.float32(row), _reduction(lambda _, x: x, take, -math.inf)
 
 
 _ZERO, _ONE, _LIMIT = np.float32(0), np.float32(1), np.float32(87)
 _ROUND = np.float32(1.5 * 2**23)  # near this number, float32 has no digits after the point
 _LOG2_E = np.float32(math.log2(math.e))
-# Cephes library, expf.c (Moshier): ln 2 in two parts, the first so short that k times it is exact,
+# Cephes library, expf.c: ln 2, first a part so short that k times it is exact, and a polynomial for
+# (e^x - 1 - x) / x^2 on |x| < ln(2) / 2.
 _LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
-# and a polynomial for (e^x - 1 - x) / x^2 on |x| < ln(2) / 2.
 _P = 5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3
 _P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, (*_P, 1.9875691500e-4))
 

@@ -37,6 +37,12 @@ def parse(parser: argparse.ArgumentParser, world: World) -> argparse.Namespace:
         return parser.parse_args()
 
 
+def num_bytes(text: str) -> int:
+    """Read a number of bytes as people write it: "600000", "64k", "1.5G" (powers of 1000)."""
+    factor = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}.get(text[-1:], 1)
+    return int(float(text if factor == 1 else text[:-1]) * factor)
+
+
 class RunLog:
     """Follows a training run on all ranks; rank 0 prints and writes.
 

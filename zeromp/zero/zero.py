@@ -1,63 +1,24 @@
 """Zero: named arrays in, gradients in, step. For those who bring their own gradients."""
 
-import hashlib
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from zeromp import account
 from zeromp.adamw import AdamW, Rule
-from zeromp.stage2_gradients import GradientPlan
-from zeromp.stage3_parameters import SweepPlan
 from zeromp.stages import stage_of
-from zeromp.store import Store
 from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
 from zeromp.zero import construct, given
+from zeromp.zero.holders import Holders
 from zeromp.zero.micro import MicroBatches
 from zeromp.zero.norm import first_bad, square_norm
+from zeromp.zero.report import Report
 from zeromp.zero.settings import Group, Options, Source
-from zeromp.zero.whole import Whole
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a step did; equal on all ranks.
-
-    Parameters
-    ----------
-    applied : bool
-        False if the step was skipped: no weight, moment or counter of it has changed.
-    loss : float
-        Mean over all micro-batches and ranks, by weight (tokens); NaN if none was given.
-    grad_norm : float
-        Norm of the mean gradient over all parameters, before clipping.
-    clip_factor : float
-        What clipping multiplied the gradient by: min(1, clip / grad_norm).
-    lr : float
-        Learning rate used, or that would have been used.
-    loss_scale : float
-        Scale under which the gradients of this step were made.
-    weight : float
-        Sum of weights (tokens) of all ranks and micro-batches.
-    reason : str
-        Why the step was skipped, with the first parameter concerned; "" if applied.
-    """
-
-    applied: bool
-    loss: float
-    grad_norm: float
-    clip_factor: float
-    lr: float
-    loss_scale: float
-    weight: float
-    reason: str = ""
 
 
 class Zero:
@@ -111,7 +72,7 @@ class Zero:
         self.aliases: dict[str, str] = {}
         with self.world.together():
             self.options = Options.of(options)
-            row, _ = stage_of(stage), format_of(wire)
+            stage_of(stage), format_of(wire)
             if isinstance(params, Source):
                 source = params
             else:
@@ -120,36 +81,25 @@ class Zero:
             self._sorted = construct.Sorted(groups, self.layout)
             self.loss_scaling = construct.make_loss_scale(wire, self.options)
         self.world.same("settings", self._settings())
-        self.store = Store(self.options.device_memory)
-        travel = self.options.reduce_wire
-        gradient_plan = GradientPlan(
-            self.options.micro_batches, format_of(travel) if travel else None, source.visits
+        self.holders = Holders(
+            self.layout,
+            self.world,
+            stage,
+            self.rule,
+            self.options,
+            self._sorted.group_of,
+            source.visits,
         )
-        sweep_plan = SweepPlan(self.options.prefetch, self.options.poison)
-        self.case = account.Case.of(
-            self.layout, gradient_plan, self.rule.states, sweep_plan.prefetch, self.world.reduce
-        )
-        with self.world.together():
-            construct.check_budget(self.case, stage, self.options.device_memory)
-            self.parameters = row.parameters(self.layout, self.store, self.world, sweep_plan)
-            self.gradients = row.gradients(self.layout, self.store, self.world, gradient_plan)
-            self.optimizer = row.optimizer(
-                self.layout,
-                self.store,
-                self.rule,
-                self._sorted.group_of,
-                self.gradients,
-                self.parameters,
-            )
-        self._whole = Whole(self.layout, self.world, self.parameters, self.optimizer)
+        self.store, self.case = self.holders.store, self.holders.case
+        self.parameters = self.holders.parameters
+        self.gradients = self.holders.gradients
+        self.optimizer = self.holders.optimizer
         self.applied = self.skipped = self.attempts = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._norm: float | None = None
         self._micro = MicroBatches(self.world, self.options.micro_batches)
-        self._load_initial(source)
+        self.holders.load_initial(source)
         self.world.ledger.section = "train"
-
-    # ---- construction ----------------------------------------------------------------------------
 
     @property
     def groups(self) -> dict[str, Group]:
@@ -168,31 +118,6 @@ class Zero:
                 self.layout.table(),
             ]
         )
-
-    def _load_initial(self, source: Source) -> None:
-        """Take a rank's part of each unit's values, after checking that all ranks have the same."""
-        digests = []
-        with self.world.together():
-            for unit in self.layout.units:
-                values = source.values(unit)
-                digest = hashlib.sha256()
-                for name, array in values.items():
-                    construct.check_finite(name, array)
-                    digest.update(np.ascontiguousarray(array).tobytes())
-                digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
-                self._load(unit, values)
-        self.world.same("initial values", "\n".join(digests))
-
-    def _load(self, unit: str, values: Mapping[str, F32]) -> None:
-        """Set masters and stored parameters of a unit from its whole values."""
-        for index, flat in enumerate(self.layout.flats):
-            if unit not in flat.arrays:
-                continue
-            whole = np.concatenate([values[a.name].reshape(-1) for a, _ in flat.arrays[unit]])
-            whole = whole.astype(np.float32, copy=False)
-            self.parameters.load(index, unit, whole)
-            if flat.trainable:
-                self.optimizer.states[index].load(unit, whole)
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -394,18 +319,18 @@ class Zero:
         NumPy has no bfloat16, so 16-bit parameters come back as float32 numbers that fit into 16
         bits; `dtype` tells the stored format.
         """
-        return self._whole.full(self._own_name(name))
+        return self.holders.full(self._own_name(name))
 
     def master(self, name: str) -> F32:
         """Whole float32 master of a parameter: a copy. Call on all ranks.
 
         Where a parameter is stored in float32, or frozen, it is the parameter itself.
         """
-        return self._whole.master(self._own_name(name))
+        return self.holders.master(self._own_name(name))
 
     def moments(self, name: str) -> dict[str, F32]:
         """Whole float32 optimizer state of a parameter by kind ("m", "v"): copies. On all ranks."""
-        return self._whole.moments(self._own_name(name))
+        return self.holders.moments(self._own_name(name))
 
     def dtype(self, name: str) -> str:
         """Format in which a parameter is stored: "float32", "bfloat16" or "float16"."""
@@ -439,15 +364,14 @@ class Zero:
         values = {name: self.master(name) if edit else self.full(name) for name in names}
         for array in values.values():
             array.flags.writeable = edit
-        yield values | {a: values[o] for a, o in self.aliases.items() if o in values}
+        named = values | {a: values[o] for a, o in self.aliases.items() if o in values}
+        yield named
         if edit:
             with self.world.together():
                 for name in names:
-                    construct.check_finite(name, values[name])
-            with self.world.ledger.within("inspect"):
-                for array in values.values():
-                    self.world.broadcast(array.reshape(-1), 0, unit)
-            self._load(unit, values)
+                    if named[name] is not values[name]:  # replaced, not written to
+                        values[name][...] = named[name]
+            self.holders.edit(unit, values)
 
     def sweep(self, order: Sequence[str] | None = None) -> Iterator[tuple[str, Mapping[str, F32]]]:
         """Walk units with their float32 weights at hand. Call on all ranks, in the same order.

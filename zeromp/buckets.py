@@ -1,0 +1,146 @@
+"""Buckets, into which backward writes gradients, and the courier that converts and sends them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp.flat import Flat, Layout, bucket_slots
+from zeromp.store import Store
+from zeromp.wire import F32, FORMATS, Format, accumulate, convert
+from zeromp.world import World
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """How gradients are handled, whoever holds them.
+
+    Parameters
+    ----------
+    micro_batches : int
+        Per step; with more than one, gradients are kept in float32.
+    travel : Format or None
+        Format in which 16-bit parameters' gradients are sent; None for the parameters' own.
+    visits : tuple of str
+        Units in the order in which backward visits them.
+    """
+
+    micro_batches: int
+    travel: Format | None
+    visits: tuple[str, ...]
+
+    def sent(self, flat: Flat) -> Format:
+        """Format in which the gradients of a flat are sent."""
+        sixteen_bit = flat.format != FORMATS["float32"]
+        return self.travel if self.travel and sixteen_bit else flat.format
+
+    def kept(self, flat: Flat) -> Format:
+        """Format in which they are kept: as sent, unless something is added to them."""
+        return FORMATS["float32"] if self.micro_batches > 1 else self.sent(flat)
+
+    def in_place(self, flat: Flat) -> bool:
+        """Whether backward can write a full gradient where it is kept: no bucket, no addition."""
+        return self.micro_batches == 1 and self.kept(flat) == FORMATS["float32"]
+
+
+class Buckets:
+    """Float32 buffers into which backward writes, one per unit that is open at a time.
+
+    Where a full gradient is kept in float32 and nothing is added to it, its own place in `kept` is
+    the bucket, and no buffer is drawn.
+    """
+
+    def __init__(
+        self, layout: Layout, store: Store, plan: GradientPlan, kept: Sequence[NDArray[Any]]
+    ) -> None:
+        self.layout = layout
+        self.buffers: list[dict[str, F32]] = []  # of each flat: unit -> its bucket
+        for index, flat in enumerate(layout.trainable):
+            if kept and plan.in_place(flat):
+                spans = flat.full.spans
+                self.buffers.append({unit: kept[index][spans[unit]] for unit in spans})
+                continue
+            sizes = {unit: flat.size(unit) for unit in flat.counts}
+            slots, widths = bucket_slots([u for u in plan.visits if u in sizes], sizes)
+            pool = [store.empty("buffers", width, np.float32) for width in widths]
+            self.buffers.append({u: pool[slots[u]][: sizes[u]] for u in sizes})
+
+    def flat(self, index: int, unit: str) -> F32:
+        """Bucket of a unit in one flat."""
+        return self.buffers[index][unit]
+
+    def conflict(self, visits: Sequence[str]) -> tuple[str, str] | None:
+        """Two units that are open together when backward visits units in this order, yet share."""
+        last = {unit: i for i, unit in enumerate(visits)}
+        for buffers in self.buffers:
+            opened: dict[str, F32] = {}
+            for i, unit in enumerate(visits):
+                if unit in buffers and unit not in opened:
+                    for other, buffer in opened.items():
+                        if np.shares_memory(buffer, buffers[unit]):
+                            return other, unit
+                    opened[unit] = buffers[unit]
+                if last[unit] == i:
+                    opened.pop(unit, None)
+        return None
+
+    def views(self, unit: str) -> dict[str, F32]:
+        """Named views of a unit's buckets."""
+        named: dict[str, F32] = {}
+        for index, flat in enumerate(self.layout.trainable):
+            if unit in flat.counts:
+                named |= flat.views(unit, self.buffers[index][unit])
+        return named
+
+
+class Courier:
+    """Converts gradients between the formats in which they are kept and sent, and sends them."""
+
+    def __init__(
+        self, layout: Layout, store: Store, world: World, plan: GradientPlan, full: bool
+    ) -> None:
+        self.layout, self.world = layout, world
+        self.outgoing: list[NDArray[Any] | None] = []  # a unit, in the format in which it is sent
+        self.incoming: list[NDArray[Any] | None] = []  # a piece, likewise
+        for flat in layout.trainable:
+            sent, kept = plan.sent(flat), plan.kept(flat)
+            source = kept if full else FORMATS["float32"]
+            receives_in_place = not full and sent == kept and plan.micro_batches == 1
+            self.outgoing.append(
+                None if source == sent else store.empty("buffers", flat.widest, sent.dtype)
+            )
+            self.incoming.append(
+                None if receives_in_place else store.empty("buffers", flat.widest_piece, sent.dtype)
+            )
+            world.reserve(store, world.size * flat.widest_piece * sent.itemsize)
+
+    def reduce(
+        self, index: int, unit: str, whole: NDArray[Any], own: NDArray[Any], add: bool
+    ) -> None:
+        """Write the mean over ranks of this rank's piece of `whole` to `own`, or add it."""
+        counts = self.layout.trainable[index].counts[unit]
+        outgoing, incoming = self.outgoing[index], self.incoming[index]
+        if outgoing is None:
+            outgoing = whole
+        else:
+            outgoing = outgoing[: whole.size]
+            convert(whole, outgoing)
+        incoming = own if incoming is None else incoming[: own.size]
+        self.world.reduce_scatter(outgoing, incoming, counts, 1 / self.world.size, unit)
+        if add:
+            accumulate(incoming, own)
+        elif incoming is not own:
+            convert(incoming, own)
+
+    def gather(self, index: int, unit: str, own: NDArray[Any], whole: NDArray[Any]) -> None:
+        """Write every rank's reduced piece to its place in `whole`."""
+        counts = self.layout.trainable[index].counts[unit]
+        outgoing, incoming = self.outgoing[index], self.incoming[index]
+        if outgoing is None or incoming is None:  # kept as sent
+            self.world.all_gather(own, whole, counts, unit)
+            return
+        convert(own, incoming[: own.size])
+        self.world.all_gather(incoming[: own.size], outgoing[: whole.size], counts, unit)
+        convert(outgoing[: whole.size], whole)
