@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from zeromp.flat import Layout, bucket_slots, cuts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-AGREED_NUMBERS = {"begin": 3, "end": 1, "check": 3, "error": 1, "norm": 1}
+AGREED_NUMBERS = {"begin": 4, "end": 1, "check": 4, "error": 1, "norm": 1}
 NUMBER_BYTES = 8
 
 
@@ -143,8 +143,7 @@ def _gradient_bytes(case: Case, flat: FlatCase, stage: int) -> int:
     in_place = stage < 2 and case.micro_batches == 1 and kept == "float32"
     visits = [u for u in case.visits if u in flat.sizes]
     bucket = 0 if in_place else 4 * sum(bucket_slots(visits, flat.sizes)[1])
-    source = kept if stage < 2 else "float32"
-    outgoing = 0 if source == sent else max(flat.sizes.values()) * ITEMSIZE[sent]
+    outgoing = max(flat.sizes.values()) * ITEMSIZE[sent] if stage < 2 and kept != sent else 0
     direct = stage >= 2 and sent == kept and case.micro_batches == 1
     widest_piece = max(flat.pieces(case.num_ranks, case.rank))
     return bucket + outgoing + (0 if direct else widest_piece * ITEMSIZE[sent])

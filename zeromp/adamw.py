@@ -33,6 +33,9 @@ class Rule(Protocol):
     def states(self) -> tuple[str, ...]:
         """Kinds of float32 state kept per parameter beside the master."""
 
+    def check(self) -> None:
+        """ValueError for numbers that make no sense; `Zero` asks on all ranks together."""
+
     def update(
         self,
         step: int,
@@ -98,8 +101,10 @@ class AdamW:
     weight_decay: float = 0.01
     states = ("m", "v")
 
-    def __post_init__(self) -> None:
-        if not all(0 <= beta < 1 for beta in self.betas) or self.eps <= 0:
+    def check(self) -> None:
+        """ValueError for numbers that make no sense."""
+        _check_rates(self.lr, self.weight_decay)
+        if not all(0 <= beta < 1 for beta in self.betas) or not self.eps > 0:
             raise ValueError(f"AdamW: betas {self.betas} must be in [0, 1), eps {self.eps} above 0")
 
     def update(
@@ -165,6 +170,12 @@ class SGD:
     weight_decay: float = 0.0
     states = ("m",)
 
+    def check(self) -> None:
+        """ValueError for numbers that make no sense."""
+        _check_rates(self.lr, self.weight_decay)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"SGD: momentum {self.momentum} must be in [0, 1)")
+
     def update(
         self,
         step: int,  # noqa: ARG002 - the same call as AdamW's
@@ -180,6 +191,12 @@ class SGD:
             _sgd(arrays.gradient, arrays.master, m, segments, rates, constants)
         else:
             _sgd_copy(arrays.gradient, arrays.master, arrays.copy, m, segments, rates, constants)
+
+
+def _check_rates(lr: float, weight_decay: float) -> None:
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} {value} must be finite and not negative")
 
 
 # ---- kernels: g gradient, p master, m and v moments, c 16-bit copy ------------------------------

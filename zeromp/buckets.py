@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from zeromp.flat import Flat, Layout, bucket_slots
 from zeromp.store import Store
-from zeromp.wire import F32, FORMATS, Format, accumulate, convert
+from zeromp.wire import F32, FORMATS, Format, accumulate, convert, narrow_in_place
 from zeromp.world import World
 
 
@@ -102,37 +102,49 @@ class Courier:
         self, layout: Layout, store: Store, world: World, plan: GradientPlan, full: bool
     ) -> None:
         self.layout, self.world = layout, world
+        self.sent = [plan.sent(flat) for flat in layout.trainable]
         self.outgoing: list[NDArray[Any] | None] = []  # a unit, in the format in which it is sent
         self.incoming: list[NDArray[Any] | None] = []  # a piece, likewise
+        room = 0
         for flat in layout.trainable:
             sent, kept = plan.sent(flat), plan.kept(flat)
-            source = kept if full else FORMATS["float32"]
             receives_in_place = not full and sent == kept and plan.micro_batches == 1
-            self.outgoing.append(
-                None if source == sent else store.empty("buffers", flat.widest, sent.dtype)
-            )
-            self.incoming.append(
-                None if receives_in_place else store.empty("buffers", flat.widest_piece, sent.dtype)
-            )
-            world.reserve(store, world.size * flat.widest_piece * sent.itemsize)
+            outgoing = flat.widest if full and sent != kept else None
+            incoming = None if receives_in_place else flat.widest_piece
+            self.outgoing.append(_drawn(store, outgoing, sent))
+            self.incoming.append(_drawn(store, incoming, sent))
+            room = max(room, world.size * flat.widest_piece * sent.itemsize)
+        self.received = store.empty("buffers", room if world.reduce == "ordered" else 0, np.uint8)
 
     def reduce(
         self, index: int, unit: str, whole: NDArray[Any], own: NDArray[Any], add: bool
     ) -> None:
         """Write the mean over ranks of this rank's piece of `whole` to `own`, or add it."""
         counts = self.layout.trainable[index].counts[unit]
-        outgoing, incoming = self.outgoing[index], self.incoming[index]
-        if outgoing is None:
-            outgoing = whole
-        else:
-            outgoing = outgoing[: whole.size]
-            convert(whole, outgoing)
+        outgoing, incoming = self._ready(index, whole), self.incoming[index]
         incoming = own if incoming is None else incoming[: own.size]
-        self.world.reduce_scatter(outgoing, incoming, counts, 1 / self.world.size, unit)
+        size = self.world.size
+        room = self.received[: size * incoming.nbytes].view(outgoing.dtype)
+        self.world.reduce_scatter(outgoing, incoming, counts, 1 / size, unit, room)
         if add:
             accumulate(incoming, own)
         elif incoming is not own:
             convert(incoming, own)
+
+    def _ready(self, index: int, whole: NDArray[Any]) -> NDArray[Any]:
+        """Return a unit's gradient in the format in which it is sent.
+
+        A bucket is free to be spoilt: it is narrowed in place.
+        """
+        sent, outgoing = self.sent[index], self.outgoing[index]
+        if whole.dtype == sent.dtype:
+            return whole
+        if outgoing is not None:
+            convert(whole, outgoing[: whole.size])
+            return outgoing[: whole.size]
+        narrowed = whole.view(sent.dtype)[: whole.size]
+        narrow_in_place(whole, narrowed)
+        return narrowed
 
     def gather(self, index: int, unit: str, own: NDArray[Any], whole: NDArray[Any]) -> None:
         """Write every rank's reduced piece to its place in `whole`."""
@@ -144,3 +156,7 @@ class Courier:
         convert(own, incoming[: own.size])
         self.world.all_gather(incoming[: own.size], outgoing[: whole.size], counts, unit)
         convert(outgoing[: whole.size], whole)
+
+
+def _drawn(store: Store, size: int | None, kind: Format) -> NDArray[Any] | None:
+    return None if size is None else store.empty("buffers", size, kind.dtype)

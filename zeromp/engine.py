@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -74,7 +75,9 @@ class Engine:
         )
         self.world = self.zero.world
         with self.world.ledger.within("setup"):
-            rules = f"recompute {self.recompute}\nseed {seed}\nmodel {model.name}"
+            layers = "\n".join(repr(visit.layer) for visit in model.path)
+            loss = getattr(model.loss, "__qualname__", "")
+            rules = f"recompute {self.recompute}\nseed {seed}\nmodel {model.name} {loss}\n{layers}"
             self.world.same("engine settings", rules)
         self.seconds = self.zero.seconds
         self.predicted_activations = 0
@@ -92,8 +95,8 @@ class Engine:
             This rank's samples and targets, as the model takes them; ranks may have different
             numbers of them. Targets of -1 do not count.
         path : sequence of Visit or None
-            Another path through the model's units, made by `zeromp.models.in_order`; the same on
-            all ranks.
+            Another path through the model's units, of visits from ``model.path``; the same on all
+            ranks.
 
         Returns
         -------
@@ -111,7 +114,9 @@ class Engine:
         else:
             error = error or self._refuse_path(path)
         error = error or self._predict_activations(path, x)
-        factor, first_sample = self.zero.begin(weight, len(x) if error is None else 0, error)
+        visits = zlib.crc32(" ".join(visit.unit for visit in path).encode())
+        rows = len(x) if error is None else 0
+        factor, first_sample = self.zero.begin(weight, rows, error, visits)
         scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
         start = time.perf_counter()
         output, saved, num_bytes = self._forward(path, x, scope)

@@ -111,6 +111,20 @@ def convert(source, out):  # type: ignore[no-untyped-def]  # (n,), (n,)
         out[i] = narrow(out[i], widen(source[i]))
 
 
+@kernel(*(f"void(float32[::1], {a}[::1])" for a in _EACH[1:]))
+def narrow_in_place(source, out):  # type: ignore[no-untyped-def]  # (n,), (n,)
+    """Convert float32 numbers to 16 bits in their own memory: `out` is its first half."""
+    block = np.empty(2048, out.dtype)
+    for start in range(0, out.size, block.size):
+        size = min(block.size, out.size - start)
+        values, narrowed = source[start : start + size], block[:size]
+        for i in range(size):
+            narrowed[i] = narrow(narrowed[i], values[i])
+        target = out[start : start + size]
+        for i in range(size):
+            target[i] = narrowed[i]
+
+
 @kernel(*(f"void({a}[::1], {a}[::1])" for a in _EACH))
 def add(source, total):  # type: ignore[no-untyped-def]  # (n,), (n,)
     """Add `source` to `total` in place: float32 addition, rounded to the format."""
@@ -258,12 +272,14 @@ class LossScale:
         """Note a step that was skipped for `reason`; FloatingPointError when patience is over."""
         self.good_steps, self.bad_steps = 0, self.bad_steps + 1
         if self.bad_steps >= self.patience:
+            advice = ": look at the data and the learning rate"
+            if self.dynamic and "NaN" in reason:
+                advice = f"; a scale of the loss cannot mend that{advice}"
+            elif self.dynamic:
+                advice = f", at loss scale {self.value:g}: use bfloat16, or a lower learning rate"
             raise FloatingPointError(
-                f"{self.bad_steps} steps in a row were skipped, the last because of {reason}. "
-                "A scale of the loss cannot mend that: look at the data and the learning rate."
-                if "NaN" in reason
-                else f"{self.bad_steps} steps in a row were skipped, the last because of {reason}, "
-                f"at loss scale {self.value:g}: lower the learning rate, clip, or use bfloat16."
+                f"{self.bad_steps} steps in a row were skipped, the last because of "
+                f"{reason}{advice}"
             )
         if not self.dynamic:
             return

@@ -39,7 +39,7 @@ def shifted(array):
 
 
 def same_bits(function, *arrays):
-    """Return what `function` makes of arrays in place, which must not depend on where they start."""
+    """Return what `function` makes of arrays, which must not depend on where they start."""
     here = [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
     there = [shifted(a) if isinstance(a, np.ndarray) else a for a in arrays]
     results = function(*here), function(*there)

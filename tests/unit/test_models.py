@@ -1,6 +1,7 @@
 """Models: the peers' losses, gradients against a float64 reference, dropout, bytes, wrong input."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,27 +71,31 @@ def peers(size):
     return shape, model, reference.init_weights(shape, reference.SEED), data
 
 
-@pytest.mark.parametrize(("size", "batch"), reference.LOSSES)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("size", "batch"), [("XS", 16), ("XS", 32), ("S", 8), ("M", 4)])
 def test_first_loss_of_the_peers(size, batch):
     _, model, w, data = peers(size)
-    x, y = data.batch(0, batch)
-    out, _ = forward(model, w, x, Scope())
+    out, y = data.batch(0, batch)
+    for visit in model.path:
+        out, _ = visit.layer.forward(w, out, Scope())
     loss = model.loss(out, y, 1.0) / model.count(y)
     assert loss == pytest.approx(reference.LOSSES[size, batch][0], abs=2e-5)
 
 
+@pytest.mark.timeout(300)
 def test_loss_curve_of_the_peers():
+    expected = reference.LOSSES["XS", 16][:6]
     _, model, w, data = peers("XS")
     state = {n: (a.astype(np.float64), 0.0, 0.0) for n, a in w.items()}
     losses = []
-    for step in range(len(reference.LOSSES["XS", 16])):
+    for step in range(len(expected)):
         x, y = data.batch(step, 16)
         loss, g = gradients(model, w, x, y)
         losses.append(loss)
         for name, (p, m, v) in state.items():
             state[name] = reference.adamw(p, g[name], m, v, step + 1, **reference.PEERS_ADAMW)
         w = {name: p.astype(np.float32) for name, (p, _, _) in state.items()}
-    np.testing.assert_allclose(losses, reference.LOSSES["XS", 16], atol=1e-4)
+    np.testing.assert_allclose(losses, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("size", reference.SIZES)
@@ -214,7 +219,7 @@ def test_o102_masks_do_not_depend_on_the_cut():
         at = np.cumsum([0, *cut])
         parts = [
             forward(model, w, x[a:b], dataclasses.replace(TRAIN, first_sample=40 + a))[0]
-            for a, b in zip(at[:-1], at[1:], strict=True)
+            for a, b in pairwise(at)
         ]
         np.testing.assert_allclose(np.concatenate(parts), whole, atol=1e-5)
 

@@ -2,8 +2,7 @@
 
 import os
 
-from threadpoolctl import threadpool_limits
-
+from zeromp.world.cores import limit_threads
 from zeromp.world.errors import alike
 from zeromp.world.ledger import Ledger
 from zeromp.world.threads import ThreadTransport, _Shared, threads
@@ -12,7 +11,6 @@ from zeromp.world.world import REDUCE_WAYS, World
 
 __all__ = ["REDUCE_WAYS", "Ledger", "Request", "World", "alike", "alone", "threads", "world"]
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 LAUNCH_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_NTASKS")
 
 
@@ -63,18 +61,3 @@ def world(reduce: str = "mpi", hook: bool = True) -> World:
     transport = MpiTransport(MPI.COMM_WORLD, guard.announce if guard else None)
     limit_threads(transport.local_size)
     return World(transport, reduce, debug)
-
-
-def limit_threads(local_size: int) -> int:
-    """Give BLAS this node's cores divided by its ranks; the user's own setting wins.
-
-    Returns
-    -------
-    int
-        Threads per rank, or 0 where the user has set them.
-    """
-    if any(name in os.environ for name in THREAD_VARIABLES):
-        return 0
-    count = max(1, len(os.sched_getaffinity(0)) // local_size)
-    threadpool_limits(count)
-    return count

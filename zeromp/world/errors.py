@@ -1,6 +1,7 @@
 """Errors that all ranks raise alike."""
 
-import builtins
+import contextlib
+import importlib
 
 TEXT_BYTES = 4096
 
@@ -12,18 +13,28 @@ def alike(error: Exception) -> Exception:
 
 
 def pack(error: Exception | None) -> bytes:
-    """Kind, as the nearest built-in exception, and message of an error; empty for none."""
+    """Classes, most special first, and message of an error; empty for none."""
     if error is None:
         return b""
-    kinds = (c.__name__ for c in type(error).__mro__ if hasattr(builtins, c.__name__))
-    return f"{next(kinds)}\n{error}".encode()[:TEXT_BYTES]
+    classes = " ".join(f"{c.__module__}:{c.__qualname__}" for c in type(error).__mro__)
+    return f"{classes}\n{error}".encode()[:TEXT_BYTES]
 
 
 def unpack(texts: list[str]) -> Exception:
-    """Error of the lowest rank that has one, marked as raised by all."""
+    """Error of the lowest rank that has one, as every rank raises it."""
     rank, first = next((r, t) for r, t in enumerate(texts) if t)
-    kind, message = first.split("\n", 1)
+    classes, message = first.split("\n", 1)
     if any(t != first for t in texts):
         message = f"{message} (on rank {rank})"
-    error: Exception = getattr(builtins, kind)(message)
-    return alike(error)
+    return alike(_rebuild(classes.split(), message))
+
+
+def _rebuild(classes: list[str], message: str) -> Exception:
+    """Make an error of the most special class that takes a message alone."""
+    for name in classes:
+        module, qualname = name.split(":")
+        with contextlib.suppress(Exception):
+            error = getattr(importlib.import_module(module), qualname)(message)
+            if isinstance(error, Exception) and message in str(error):
+                return error
+    return RuntimeError(message)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from zeromp.world.cores import limited_threads
 from zeromp.world.world import World
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ class _Shared:
         self.changed = threading.Condition()
         self.posted: dict[int, dict[int, Any]] = {}  # collective -> rank -> what it offers
         self.finished: dict[int, int] = {}  # collective -> ranks that have read all they need
-        self.waits_in: dict[int, str] = {}
+        self.waits_in = dict.fromkeys(range(size), "")
         self.failed = False
 
     def wait_for(self, rank: int, ready: Callable[[], bool]) -> None:
@@ -184,10 +185,11 @@ def threads(
                 shared.changed.notify_all()
 
     workers = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with limited_threads(num_ranks):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if errors:
         raise next((e for e in errors if not isinstance(e, RankFailed)), errors[0])
     return results

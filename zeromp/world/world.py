@@ -17,13 +17,13 @@ import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeromp import wire
-from zeromp.store import Store
 from zeromp.world.errors import TEXT_BYTES, alike, pack, unpack
 from zeromp.world.ledger import Ledger
 from zeromp.world.transport import Request, Transport, gather_in_rounds, reduce_rounds
@@ -83,7 +83,6 @@ class World:
         self.debug = debug
         self.max_bytes = max_bytes
         self.ledger = Ledger()
-        self._received: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.size}, {self.transport.name}, reduce={self.reduce}>"
@@ -94,13 +93,6 @@ class World:
 
     # ---- the collectives of ZeRO -----------------------------------------------------------------
 
-    def reserve(self, store: Store, num_bytes: int) -> None:
-        """Let `ordered` receive up to `num_bytes` at once, in a buffer drawn from `store`."""
-        if self.reduce == "ordered" and num_bytes > self._received.nbytes:
-            if self._received.nbytes:
-                store.leave("buffers", self._received.nbytes)
-            self._received = store.empty("buffers", num_bytes, np.uint8)
-
     def reduce_scatter(
         self,
         bucket: NDArray[Any],
@@ -108,6 +100,7 @@ class World:
         counts: Sequence[int],
         factor: float,
         unit: str = "",
+        received: NDArray[Any] | None = None,
     ) -> None:
         """Leave `factor` times the sum over ranks of their buckets' piece r on rank r.
 
@@ -123,6 +116,8 @@ class World:
             Applied in float32: by ``ordered`` before its one rounding, by ``mpi`` after the sum.
         unit : str
             For the ledger.
+        received : ndarray of shape (at least N * counts[rank],), same dtype, or None
+            Where ``ordered`` receives the other ranks' pieces; None draws memory anew.
         """
         assert bucket.size == sum(counts) and piece.size == counts[self.rank]
         assert bucket.dtype == piece.dtype
@@ -130,20 +125,14 @@ class World:
             rounds = reduce_rounds(bucket, piece, counts, self.rank, self.max_bytes)
             for part, target, sizes in rounds:
                 if self.reduce == "ordered":
-                    self._fold(part, target, sizes, np.float32(factor))
+                    room = self.size * target.size
+                    pieces = np.empty(room, part.dtype) if received is None else received[:room]
+                    self.transport.all_to_all(part, pieces, sizes)
+                    wire.fold(pieces, np.float32(factor), target)
                 else:
                     self.transport.reduce_scatter(part, target, sizes)
                     if factor != 1.0:
                         wire.scale(target, np.float32(factor))
-
-    def _fold(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
-    ) -> None:
-        if self._received.nbytes < self.size * piece.nbytes:
-            self._received = np.empty(self.size * piece.nbytes, np.uint8)
-        received = self._received[: self.size * piece.nbytes].view(bucket.dtype)
-        self.transport.all_to_all(bucket, received, counts)
-        wire.fold(received, factor, piece)
 
     def all_gather(
         self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int], unit: str = ""
@@ -201,6 +190,8 @@ class World:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+        if self.debug:
+            self._check_header("barrier")
         with self.inside("barrier", ""):
             self.transport.barrier()
 
@@ -242,12 +233,12 @@ class World:
             root[:] = np.frombuffer(text.encode(), np.uint8)
         self.broadcast(root, 0)
         with self.together():
-            theirs, mine = root.tobytes().decode().splitlines(), text.splitlines()
-            for a, b in zip(theirs + [""] * len(mine), mine + [""] * len(theirs), strict=False):
+            theirs, mine = root.tobytes().decode().split("\n"), text.split("\n")
+            for a, b in zip_longest(theirs, mine, fillvalue="nothing"):
                 if a != b:
                     raise ValueError(
-                        f"{what} must be the same on all ranks: rank 0 has {a or 'nothing'!r}, "
-                        f"rank {self.rank} has {b or 'nothing'!r}"
+                        f"{what} must be the same on all ranks: rank 0 has {a!r}, rank "
+                        f"{self.rank} has {b!r}"
                     )
 
     def in_step(self, batches: Iterable[T]) -> Iterator[T]:

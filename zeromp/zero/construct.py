@@ -1,5 +1,6 @@
 """From what a user hands to `Zero` to a layout, groups and a loss scale; and what is refused."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from zeromp import account
 from zeromp.adamw import Rule
 from zeromp.flat import Array, Layout
 from zeromp.store import OverBudget
-from zeromp.wire import F32, LossScale, first_nonfinite
+from zeromp.wire import F32, LossScale
 from zeromp.world import World
 from zeromp.zero.settings import Group, Options, Source, matches, warn_of_unmatched
 
@@ -33,6 +34,10 @@ def untie(params: Mapping[str, Any], options: Options) -> tuple[Source, dict[str
                 f"{name!r} {np.shape(array)} can't be tied to {owner!r}: that must be an array of "
                 "the same shape"
             )
+    for name, owner in options.tied.items():
+        if owner not in distinct:
+            raise ValueError(f"{name!r} can't be tied to {owner!r}: no such array was given")
+        aliases[name] = owner
     return Source.of_arrays(distinct, options.bucket), aliases
 
 
@@ -121,8 +126,18 @@ def describe_kinds(layout: Layout, options: Options) -> list[str]:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """A list of names, a long one cut."""
-    return ", ".join(names[:4]) + (f", ... ({len(names)} arrays)" if len(names) > 4 else "")
+    """A list of all names, those that differ in their first number together: ``blocks.{0,1}.w``."""
+    numbers: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        match = re.fullmatch(r"(\D*)(\d+)(.*)", name)
+        key = (match[1], match[3]) if match else (name, "")
+        numbers.setdefault(key, []).extend([match[2]] if match else [])
+    return ", ".join(
+        f"{before}{found[0] if len(found) == 1 else '{' + ','.join(found) + '}'}{after}"
+        if found
+        else before
+        for (before, after), found in numbers.items()
+    )
 
 
 def make_loss_scale(wire: str, options: Options) -> LossScale:
@@ -161,8 +176,9 @@ def check_budget(case: account.Case, stage: int, budget: int | None) -> None:
 
 def check_finite(name: str, values: F32) -> None:
     """ValueError if an array holds inf or NaN."""
-    bad = first_nonfinite(np.ascontiguousarray(values).reshape(-1))
-    if bad >= 0:
+    finite = np.isfinite(values).reshape(-1)
+    if not finite.all():
+        bad = int(finite.argmin())
         raise ValueError(
             f"array {name!r} holds {values.reshape(-1)[bad]} at flat index {bad}: values must be "
             "finite"

@@ -87,13 +87,13 @@ class Holders:
                 self.optimizer.states[index].load(unit, whole)
 
     def edit(self, unit: str, values: Mapping[str, F32]) -> None:
-        """Make rank 0's values of a unit everyone's."""
-        with self.world.together():
-            for name, array in values.items():
-                construct.check_finite(name, array)
+        """Make rank 0's values of a unit everyone's; ValueError on all ranks if not finite."""
         with self.world.ledger.within("inspect"):
             for array in values.values():
                 self.world.broadcast(array.reshape(-1), 0, unit)
+            with self.world.together():
+                for name, array in values.items():
+                    construct.check_finite(name, array)
         self.load(unit, values)
 
     # ---- whole arrays out ------------------------------------------------------------------------

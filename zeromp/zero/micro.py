@@ -10,7 +10,7 @@ and `unscale` sets that right at the step. With one micro-batch per step it is 1
 import math
 from dataclasses import dataclass, field
 
-from zeromp.world import World
+from zeromp.world import World, alike
 
 
 @dataclass
@@ -31,24 +31,40 @@ class MicroBatches:
     samples: int = 0
     reference: float = 1.0
 
-    def begin(self, weight: float, rows: int, error: Exception | None) -> tuple[float, int]:
+    def check_finished(self) -> None:
+        """Refuse to go on from a backward that an error has ended midway."""
+        if len(self.losses) < len(self.weights):
+            raise ValueError(
+                "the last backward did not finish, and its gradients are incomplete: call "
+                "zero_grad, and make this step's micro-batches anew"
+            )
+
+    def begin(
+        self, weight: float, rows: int, error: Exception | None, rules: int
+    ) -> tuple[float, int]:
         """Agree on a micro-batch's weight; see `Zero.begin`, without the loss scale."""
+        try:
+            self.check_finished()
+        except ValueError as unfinished:
+            error = error or unfinished
         if len(self.weights) == self.limit and error is None:
             more = self.limit + 1
             error = ValueError(
                 f"backward was called {more} times before step, but micro_batches is {self.limit}: "
                 f"call step, or pass micro_batches={more}"
             )
-        table = self.world.agree([weight, rows, error is not None]).tolist()
-        if any(bad for _, _, bad in table):
+        table = self.world.agree([weight, rows, error is not None, rules]).tolist()
+        if any(bad for _, _, bad, _ in table):
             with self.world.together():
                 if error is not None:
                     raise error
-        total = math.fsum(w for w, _, _ in table)
+        if len({rules for *_, rules in table}) > 1:
+            raise alike(ValueError("backward must walk the same path on all ranks"))
+        total = math.fsum(w for w, *_ in table)
         if not self.weights:
             self.reference = total or float(self.world.size)
-        first_sample = self.samples + int(sum(n for _, n, _ in table[: self.world.rank]))
-        self.samples += int(sum(n for _, n, _ in table))
+        first_sample = self.samples + int(sum(n for _, n, *_ in table[: self.world.rank]))
+        self.samples += int(sum(n for _, n, *_ in table))
         self.weights.append(total)
         return self.world.size / self.reference, first_sample
 

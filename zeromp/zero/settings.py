@@ -175,4 +175,5 @@ def as_float32(name: str, array: Any, what: str) -> NDArray[np.float32]:
             f"{what} {name!r} is {found.dtype}: it must be a real floating-point array "
             "(bfloat16 arrays of other libraries: convert to float32 first)"
         )
-    return np.asarray(found, np.float32, order="C")
+    with np.errstate(over="ignore"):  # what float32 can't hold becomes inf, which is looked for
+        return np.asarray(found, np.float32, order="C")

@@ -2,6 +2,7 @@
 
 import math
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ class Zero:
         with self.world.together():
             self.options = Options.of(options)
             stage_of(stage), format_of(wire)
+            self.rule.check()
             if isinstance(params, Source):
                 source = params
             else:
@@ -122,7 +124,7 @@ class Zero:
     # ---- a step ----------------------------------------------------------------------------------
 
     def begin(
-        self, weight: float, rows: int = 0, error: Exception | None = None
+        self, weight: float, rows: int = 0, error: Exception | None = None, rules: int = 0
     ) -> tuple[float, int]:
         """Start a micro-batch: agree on its weight over all ranks.
 
@@ -134,6 +136,8 @@ class Zero:
             Samples on this rank.
         error : Exception or None
             What is wrong with this rank's data; raised on all ranks.
+        rules : int
+            Checksum of what must be the same on all ranks: the path.
 
         Returns
         -------
@@ -142,7 +146,7 @@ class Zero:
         int
             Number of this rank's first sample in the global batch.
         """
-        factor, first_sample = self._micro.begin(weight, rows, error)
+        factor, first_sample = self._micro.begin(weight, rows, error, rules)
         return self.loss_scaling.value * factor, first_sample
 
     def end(self, loss_sum: float) -> float:
@@ -178,7 +182,7 @@ class Zero:
                 names = [name, *(a for a, owner in self.aliases.items() if owner == name)]
                 given.write(view, names, gradients, np.float32(factor * weight))
             self.gradients.close(unit)
-        mean = self.end(loss * weight)
+        mean = self.end(loss * weight if weight else 0.0)
         self.seconds["backward"] += time.perf_counter() - start
         return mean
 
@@ -207,8 +211,8 @@ class Zero:
             On all ranks, when `patience` steps in a row were skipped.
         """
         start = time.perf_counter()
-        self._check_step(lr, clip)
         rate = self.rule.lr if lr is None else lr
+        self._check_step(rate, clip)
         scale = self.loss_scaling.value
         unscale = self._micro.unscale / scale
         self.gradients.finish()
@@ -231,24 +235,28 @@ class Zero:
         self.seconds["optimizer"] += time.perf_counter() - start
         return Report(finite, loss, norm, clip_factor, rate, scale, weight, reason)
 
-    def _check_step(self, lr: float | None, clip: float | None) -> None:
+    def _check_step(self, lr: float, clip: float | None) -> None:
         """Refuse a step on all ranks unless they ask for the same, sensible, one."""
-        asked = [math.nan if x is None else float(x) for x in (lr, clip)]
-        table = self.world.agree([*asked, len(self._micro.weights)])
+        rates = self._sorted.rates(lr, self.rule)
+        rules = zlib.crc32(repr(self.rule).encode() + rates.tobytes())
+        asked = [lr, math.nan if clip is None else clip, len(self._micro.weights), rules]
+        table = self.world.agree(asked)
         with self.world.together():
+            self._micro.check_finished()
             if not self._micro.weight:
                 raise ValueError(
                     "step without gradients: no sample or token has come since the last"
                 )
-            if lr is not None and not (math.isfinite(lr) and lr >= 0):
+            if not (math.isfinite(lr) and lr >= 0):
                 raise ValueError(f"lr {lr} must be finite and not negative")
             if clip is not None and not clip > 0:
                 raise ValueError(f"clip {clip} must be above 0; None does not clip")
             for rank, row in enumerate(table):
                 if not np.array_equal(row, table[0], equal_nan=True):
                     raise ValueError(
-                        "step must be called alike on all ranks: rank 0 has lr, clip, "
-                        f"micro-batches {table[0].tolist()}, rank {rank} {row.tolist()}"
+                        "step must be called alike on all ranks: lr, clip, micro-batches and a "
+                        f"checksum of optimizer and groups are {table[0].tolist()} on rank 0, "
+                        f"{row.tolist()} on rank {rank}"
                     )
 
     def _note(self, reason: str) -> None:
@@ -368,7 +376,7 @@ class Zero:
         yield named
         if edit:
             with self.world.together():
-                for name in names:
+                for name in names if self.world.rank == 0 else ():
                     if named[name] is not values[name]:  # replaced, not written to
                         values[name][...] = named[name]
             self.holders.edit(unit, values)
