@@ -153,7 +153,7 @@ def test_segments_have_their_own_places_and_rates(rule, copy):
 def test_rules_refuse_nonsense():
     for given in ({"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": 0.0}):
         with pytest.raises(ValueError, match="AdamW: betas"):
-            AdamW(**given)
+            AdamW(**given).check()
 
 
 # ---- schedules -----------------------------------------------------------------------------------

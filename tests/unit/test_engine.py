@@ -645,3 +645,22 @@ def test_activations_that_do_not_fit_are_one_message_on_all_and_no_harm(on):
 
     first, second = threads(2, train)
     assert first == second
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_path_that_differs_between_ranks_is_refused(stage):
+    model = zm.models.gpt(vocab=5, layers=2, width=4, heads=2, context=3)
+    first, a, b, last = model.path
+    tokens = np.zeros((1, 3), np.int64)
+
+    def train(world):
+        engine = zm.Engine(model, world=world, stage=stage)
+        path = (first, a, b, last) if world.rank == 0 else (first, b, a, last)
+        with pytest.raises(ValueError, match="same path on all ranks"):
+            engine.backward(tokens, tokens, path=path)
+        with pytest.raises(ValueError, match="units that the model lacks"):
+            engine.backward(tokens, tokens, path=(zm.models.Visit("x", a.layer, ()),))
+        engine.backward(tokens, tokens)
+        return engine.step().applied
+
+    assert zm.threads(2, train, debug=True, timeout=20) == [True, True]

@@ -471,3 +471,27 @@ def test_a_rank_of_weight_zero_need_not_know_a_loss():
         return zero.backward(cut(gradient(N, 0, 1), CUTS), **mine), zero.step().loss
 
     assert threads(2, train) == [(2.0, 2.0)] * 2
+
+
+def test_a_backward_that_failed_midway_must_be_cleared():
+    class Broken(dict):
+        """Passes the check, and fails when the second array is written."""
+
+        asked = 0
+
+        def __getitem__(self, name):
+            self.asked += name == "b.weight"
+            if self.asked > 2:
+                raise OSError("gone")
+            return super().__getitem__(name)
+
+    zero = make()
+    good = {name: np.ones(zero.full(name).shape) for name in zero.names}
+    with pytest.raises(OSError, match="gone"):
+        zero.backward(Broken(good))
+    for call in (lambda: zero.backward(good), zero.step):
+        with pytest.raises(ValueError, match=r"did not finish.*call zero_grad"):
+            call()
+    zero.zero_grad()
+    zero.backward(good)
+    assert zero.step().applied
