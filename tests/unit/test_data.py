@@ -21,9 +21,7 @@ def rows_of(tokens, num_ranks, micro, step=3, global_batch=12):
         return [x for x, _ in tokens.batches(step, global_batch, micro, world)]
 
     micro_batches = zip(*zm.threads(num_ranks, draw), strict=True)
-    return np.concatenate(
-        [piece for micro_batch in zip(*by_rank, strict=True) for piece in micro_batch]
-    )
+    return np.concatenate([piece for pieces in micro_batches for piece in pieces])
 
 
 @pytest.mark.parametrize(("num_ranks", "micro"), [(1, 3), (2, 6), (2, 2), (3, 1), (4, 3)])

@@ -12,21 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 SIZES = {"layers": 1, "width": 16, "heads": 2, "context": 16, "global-batch": 4, "steps": 4}
 SMALL = [word for name, size in SIZES.items() for word in (f"--{name}", str(size))]
-    "--layers",
-    "1",
-    "--width",
-    "16",
-    "--heads",
-    "2",
-    "--context",
-    "16",
-    "--global-batch",
-    "4",
-    "--steps",
-    "4",
-    "--warmup",
-    "2",
-]
 
 pytestmark = pytest.mark.timeout(170)
 with_mpi = pytest.mark.skipif(not MPIEXEC.exists(), reason=f"there is no {MPIEXEC}")
