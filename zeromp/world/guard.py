@@ -121,15 +121,6 @@ class Guard:
                 what = self.record[8:].tobytes().split(b"\0")[0].decode(errors="replace")
                 self.abort(
                     f"has waited {self.timeout:g} s in {what} (its collective number "
-                    f"{self.entered}), which must be called on all ranks. Other ranks: "
-                    f"{self._describe_peers()}. If a step may take that long, raise "
-                    "ZEROMP_TIMEOUT (seconds)."
+                    f"{self.entered}), which must be called on all ranks. If a step may take that "
+                    "long, raise ZEROMP_TIMEOUT (seconds)."
                 )
-
-    def _describe_peers(self) -> str:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            return "unknown"
-        return "; ".join(
-            f"rank {peer} {'waits in ' + what if what else 'is in none'} ({entered} entered)"
-            for peer, entered, what in self._peers()
-        )

@@ -12,14 +12,6 @@ from numpy.typing import NDArray
 
 from zeromp import wire
 
-# What the launchers of MPI jobs tell a process about the number of ranks.
-SIZE_VARIABLES = (
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_SIZE",
-    "PMIX_SIZE",
-    "SLURM_NTASKS",
-    "MV2_COMM_WORLD_SIZE",
-)
 MPI_TYPES = {
     "f4": MPI.FLOAT,
     "f8": MPI.DOUBLE,
@@ -27,11 +19,6 @@ MPI_TYPES = {
     "u2": MPI.UINT16_T,
     "i2": MPI.INT16_T,
 }
-
-
-def launched() -> bool:
-    """Whether an MPI launcher has started this process."""
-    return any(name in os.environ for name in (*SIZE_VARIABLES, "PMI_RANK", "PMIX_RANK"))
 
 
 @functools.cache
@@ -128,13 +115,13 @@ class MpiTransport:
         self.comm.Bcast(_buffer(array), root)
 
 
-def check_launcher(size: int) -> None:
+def check_launcher(size: int, variables: Sequence[str]) -> None:
     """Warn when the launcher has started more processes than this MPI world has ranks.
 
     It happens when mpirun belongs to another MPI than the one mpi4py has loaded, or with ``srun``
     without its MPI plug-in: every process is then rank 0 of 1, and all write the same files.
     """
-    for name in SIZE_VARIABLES:
+    for name in variables:
         started = os.environ.get(name, "")
         if size == 1 and started.isdigit() and int(started) > 1:
             warnings.warn(
