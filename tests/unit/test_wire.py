@@ -287,10 +287,10 @@ def test_o015_no_kernel_has_fast_mathematics():
 def test_loss_scale_doubles_after_a_window_and_halves_at_once():
     s = LossScale(1024.0, window=3, dynamic=True)
     values = []
-    for event in "aaa wide aaas":
-        if event == "a":
+    for event in "+++ ++- +++-":
+        if event == "+":
             s.applied()
-        elif event == "s":
+        elif event == "-":
             s.skipped("inf")
         else:
             continue
