@@ -45,8 +45,9 @@ test: lint types floors test-unit ## check everything, with both MPIs
 	@$(MAKE) --no-print-directory MPI=mpich test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4
 	@$(MAKE) --no-print-directory MPI=openmpi test-mpi-2 test-mpi-3
 
-test-unit: $(READY) ## the tests that need no MPI
-	@$(RUN) -m pytest
+test-unit: $(READY) ## the tests in one process (two at a time), then those that start jobs of their own
+	@$(RUN) -m pytest --quiet --numprocesses 2 tests/unit
+	@$(RUN) -m pytest tests/launch
 
 test-mpi-%: $(READY) ## the distributed tests on that many ranks, as in `make test-mpi-3 MPI=openmpi`
 	@$(call mpirun,$*) -m pytest -p no:cacheprovider --color=no tests/mpi
