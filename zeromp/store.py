@@ -61,6 +61,14 @@ class Store:
                 "activations, or take a smaller micro-batch or model."
             )
 
+    def read(self, view: NDArray[Any], into: NDArray[Any]) -> None:
+        """Copy stored numbers to memory; `view` is an array from `empty`, or a slice of one."""
+        np.copyto(into, view, casting="no")
+
+    def write(self, values: NDArray[Any], view: NDArray[Any]) -> None:
+        """Copy numbers from memory to where they are stored."""
+        np.copyto(view, values, casting="no")
+
     def leave(self, kind: str, num_bytes: int) -> None:
         """Take out bytes that were entered."""
         assert self.held[kind] >= num_bytes, (kind, self.held[kind], num_bytes)
