@@ -27,7 +27,12 @@ def arguments():
     add("--loss-scale", type=float, metavar="S", help="initial scale of the loss, with float16 (default 65536)")  # fmt: skip # noqa: E501
     add("--reduce", default="mpi", choices=("mpi", "ordered"), help="add gradients by the MPI library, or in rank order: the same bits on every MPI (default mpi)")  # fmt: skip # noqa: E501
     add("--recompute", action="store_true", help="keep each block's input only, and compute the block again in backward")  # fmt: skip # noqa: E501
-    add("--device-memory", type=zm.num_bytes, metavar="BYTES", help="refuse to hold more than this on a rank, and name the stage that fits")  # fmt: skip # noqa: E501
+    add("--device-memory", type=zm.num_bytes, metavar="BYTES", help="refuse to hold more than this on a rank, and name the rung that fits")  # fmt: skip # noqa: E501
+    add("--offload", default="", metavar="THING=TIER,...", help="where things live: optimizer, gradients, parameters, activations on device, host or disk")  # fmt: skip # noqa: E501
+    add("--offload-dir", metavar="DIR", help="folder on the disk for what is offloaded there")
+    add("--offload-io", default="auto", choices=("auto", "cached", "direct"), help="through the page cache, past it, or whichever is faster (default auto)")  # fmt: skip # noqa: E501
+    add("--keep-offload", action="store_true", help="leave the HDF5 files on disk at the end")
+    add("--host-numa-node", type=int, metavar="NODE", help="bind host memory to a NUMA node")
 
     add = parser.add_argument_group("model").add_argument
     add("--layers", type=int, default=4, help="blocks (default 4)")
@@ -86,6 +91,11 @@ def main():
         recompute=args.recompute,
         loss_scale=args.loss_scale,
         device_memory=args.device_memory,
+        offload=args.offload,
+        offload_dir=args.offload_dir,
+        offload_io=args.offload_io,
+        keep_offload=args.keep_offload,
+        host_numa_node=args.host_numa_node,
     )
     world.print(engine.zero.describe())
 

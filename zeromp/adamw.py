@@ -9,7 +9,7 @@ where shards or segments are cut, and equal NumPy's for the same float32 formula
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,22 @@ class Arrays:
     master: F32
     states: Sequence[F32]
     copy: Bits | None
+
+    def operands(self) -> list[tuple[NDArray[Any], int, str]]:
+        """Each array, the column of its starts in a table of segments, and how it is used: r, w."""
+        column = PARAMETER if self.copy is None else STATE
+        found: list[tuple[NDArray[Any], int, str]] = [
+            (self.gradient, GRADIENT, "r"),
+            (self.master, column, "rw"),
+            *((state, STATE, "rw") for state in self.states),
+        ]
+        return found if self.copy is None else [*found, (self.copy, PARAMETER, "w")]
+
+    @staticmethod
+    def of(operands: Sequence[NDArray[Any]], has_copy: bool) -> "Arrays":
+        """Arrays from a list in the order of `operands`."""
+        states = operands[2:-1] if has_copy else operands[2:]
+        return Arrays(operands[0], operands[1], states, operands[-1] if has_copy else None)
 
 
 @dataclass

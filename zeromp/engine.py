@@ -3,6 +3,7 @@
 import math
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from zeromp.adamw import Rule
 from zeromp.models import Model, Saved, Scope, Visit
-from zeromp.store import OverBudget
+from zeromp.store import OverBudget, Stack
 from zeromp.wire import F32
 from zeromp.world import World
 from zeromp.zero import Group, Report, Source, Zero
@@ -63,6 +64,7 @@ class Engine:
             {u.name: {p.name: p.shape for p in u.parameters} for u in model.units},
             _initial(weights, lambda name: model.initial(units[name], seed), model),
             tuple(visit.unit for visit in reversed(model.path)),
+            self.recompute,
         )
         self.zero = Zero(
             source,
@@ -80,7 +82,8 @@ class Engine:
             rules = f"recompute {self.recompute}\nseed {seed}\nmodel {model.name} {loss}\n{layers}"
             self.world.same("engine settings", rules)
         self.seconds = self.zero.seconds
-        self.predicted_activations = 0
+        self.predicted_activations = {"device": 0, "host": 0, "disk": 0}  # the most, by tier
+        self.predicted_moves = 0  # bytes of inputs that were to be put on another tier
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -113,17 +116,24 @@ class Engine:
             path = self.model.path
         else:
             error = error or self._refuse_path(path)
-        error = error or self._predict_activations(path, x)
+        stack = None
+        if error is None:
+            stack, error = self._predict_activations(path, x)
         visits = zlib.crc32(" ".join(visit.unit for visit in path).encode())
         rows = len(x) if error is None else 0
         factor, first_sample = self.zero.begin(weight, rows, error, visits)
         scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
         start = time.perf_counter()
-        output, saved, num_bytes = self._forward(path, x, scope)
-        with self.zero.store.holding("activations", num_bytes):
+        assert stack is not None
+        output, saved = self._forward(path, x, scope, stack)
+        store = self.zero.store
+        with (
+            store.holding("activations", _distinct_bytes(saved)),
+            store.holding("activations", stack.num_bytes, stack.tier),
+        ):
             loss_sum = self.model.loss(output, y, factor)
             middle = time.perf_counter()
-            self._backward(path, saved, output, scope)
+            self._backward(path, saved, output, scope, stack)
         del output
         self.seconds["forward"] += middle - start
         self.seconds["backward"] += time.perf_counter() - middle
@@ -149,37 +159,49 @@ class Engine:
             )
         return None
 
-    def _predict_activations(self, path: Sequence[Visit], x: NDArray[Any]) -> Exception | None:
-        """Predict what a micro-batch keeps between forward and backward; an error if too much."""
+    def _predict_activations(
+        self, path: Sequence[Visit], x: NDArray[Any]
+    ) -> tuple[Stack | None, Exception | None]:
+        """Predict what a micro-batch keeps until backward; a place for it, or why there is none."""
         shape = x.shape[:2] if self.model.context else (len(x), 1)
         numbers = [visit.layer.activation_bytes(*shape) for visit in path]
-        if self.recompute:
-            need = sum(of_input for _, of_input in numbers[:-1]) + numbers[-1][0]
-        else:
-            need = sum(of_saved for of_saved, _ in numbers)
-        self.predicted_activations = max(self.predicted_activations, need)
+        store = self.zero.store
+        tier = store.placement.activations
+        inputs = [of_input for _, of_input in numbers[:-1]] if self.recompute else []
+        saved = numbers[-1:] if self.recompute else numbers
+        need = Counter({"device": sum(of_saved for of_saved, _ in saved)})
+        need[tier] += sum(inputs)
+        if tier != "device":
+            self.predicted_moves += sum(inputs)
+        for name, num_bytes in need.items():
+            self.predicted_activations[name] = max(self.predicted_activations[name], num_bytes)
         try:
-            self.zero.store.check("activations", need)
-        except OverBudget as error:
-            return error
-        return None
+            store.check("activations", need["device"])
+            return store.stack(inputs), None
+        except (OverBudget, OSError) as error:
+            return None, error
 
     def _forward(
-        self, path: Sequence[Visit], x: NDArray[Any], scope: Scope
-    ) -> tuple[F32, list[Saved], int]:
-        """Output, what backward needs of each visit, and its bytes.
+        self, path: Sequence[Visit], x: NDArray[Any], scope: Scope, stack: Stack
+    ) -> tuple[F32, list[Saved]]:
+        """Output, and what backward needs of each visit.
 
         With recompute that is each visit's input, but for the last visit, whose backward is next.
         """
         saved: list[Saved] = []
         for weights, visit in zip(self._sweep(path), path, strict=True):
             y, kept = visit.layer.forward(weights, x, scope)
-            saved.append((x,) if self.recompute and visit is not path[-1] else kept)
+            saved.append((stack.put(x),) if self.recompute and visit is not path[-1] else kept)
             x = y
-        return x, saved, _distinct_bytes(saved)
+        return x, saved
 
     def _backward(
-        self, path: Sequence[Visit], saved: list[Saved], dy: F32 | None, scope: Scope
+        self,
+        path: Sequence[Visit],
+        saved: list[Saved],
+        dy: F32 | None,
+        scope: Scope,
+        stack: Stack,
     ) -> None:
         """Write every unit's gradient into its bucket, and close it at the unit's last visit."""
         gradients = self.zero.gradients
@@ -189,7 +211,7 @@ class Engine:
         for i, (weights, visit) in enumerate(zip(self._sweep(order), order, strict=True)):
             kept = saved.pop()
             if self.recompute and i > 0:
-                _, kept = visit.layer.forward(weights, kept[0], scope)
+                _, kept = visit.layer.forward(weights, stack.take(kept[0]), scope)
             bucket = gradients.bucket(visit.unit)
             if visit.unit not in opened:
                 opened.add(visit.unit)
@@ -271,6 +293,10 @@ class Engine:
             logits = self.predict(np.array([tokens[-self.model.context :]]))[0, -1]
             tokens.append(_draw(logits.astype(np.float64), temperature, rng))
         return tokens
+
+    def close(self) -> None:
+        """Remove this rank's files from the disk: see `Zero.close`."""
+        self.zero.close()
 
     # ---- what Zero does --------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,11 +20,13 @@ from tqdm import tqdm
 
 from zeromp import account
 from zeromp.engine import Engine
-from zeromp.store import KINDS
+from zeromp.store import KINDS, TIERS
 from zeromp.world import World
 from zeromp.world.ledger import VERBS
 from zeromp.zero import Report
 
+PER = "per parameter (sent, moved: and step)"
+EDGES = [edge for pair in pairwise(TIERS) for edge in (pair, pair[::-1])]
 LINE_SECONDS = 5.0  # between two progress lines where there is no terminal
 
 
@@ -142,33 +145,41 @@ def summary(engine: Engine, losses: Sequence[float], micro_batches: int) -> dict
     -------
     dict
         ``ranks``, ``stage``, ``wire``, ``mpi``, ``steps``, ``applied``, ``first_loss``,
-        ``last_loss``; ``held_bytes`` and ``sent_bytes``: by rank, then by kind or verb,
+        ``last_loss``; ``offload``; ``held_bytes``, ``sent_bytes`` and ``moved_bytes``: by rank,
+        then by kind (and tier, if not the device), verb, or kind and tiers that it crosses,
         ``{"measured": ..., "predicted": ...}``; ``peak_rss_bytes`` by rank; ``weights_sha256``,
         of the float32 masters as whole arrays in the order of their names, and ``state_sha256``,
         of masters and moments: they depend on neither the number of ranks, nor stage, nor tier.
     """
     zero, world = engine.zero, engine.world
-    held = [zero.store.held.get(k, 0) for k in KINDS]
-    held[KINDS.index("activations")] = zero.store.peak.get("activations", 0)
-    want_held = account.held(zero.case, zero.stage)
-    predicted_held = [want_held.get(k, 0) for k in KINDS]
-    predicted_held[KINDS.index("activations")] = engine.predicted_activations
+    held, predicted_held = _held(engine)
     verbs = [v for v in VERBS if v != "broadcast"]
-    want_sent = account.sent(
-        zero.case,
-        zero.stage,
-        applied=zero.applied,
-        skipped=zero.skipped,
-        micro_batches=micro_batches,
-        path=[visit.unit for visit in engine.model.path],
-    )
+    run: dict[str, Any] = {
+        "applied": zero.applied,
+        "skipped": zero.skipped,
+        "micro_batches": micro_batches,
+        "path": [visit.unit for visit in engine.model.path],
+    }
+    want_sent = account.sent(zero.case, zero.stage, **run)
+    want_moved = account.moved(zero.case, zero.stage, **run, activations=engine.predicted_moves)
     sent = [world.ledger.sent(v) for v in verbs]
+    moved = [zero.store.moved[("train", kind, *edge)] for kind in KINDS for edge in EDGES]
+    predicted_moved = [want_moved.get((kind, *edge), 0) for kind in KINDS for edge in EDGES]
     predicted_sent = [want_sent[v] for v in verbs]
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with world.ledger.within("inspect"):
-        rows = world.agree([*held, *predicted_held, *sent, *predicted_sent, peak_rss])
+        rows = [
+            world.agree([*measured, *predicted])
+            for measured, predicted in (
+                (held, predicted_held),
+                (sent, predicted_sent),
+                (moved, predicted_moved),
+                ([peak_rss], []),
+            )
+        ]
         weights, state = hashes(engine)
-    n, m = len(KINDS), len(verbs)
+    names = [k if tier == "device" else f"{k} on {tier}" for tier in TIERS for k in KINDS]
+    edges = [f"{kind} {source} to {target}" for kind in KINDS for source, target in EDGES]
     return {
         "ranks": world.size,
         "stage": zero.stage,
@@ -180,14 +191,30 @@ def summary(engine: Engine, losses: Sequence[float], micro_batches: int) -> dict
         "applied": zero.applied,
         "first_loss": losses[0] if losses else math.nan,
         "last_loss": losses[-1] if losses else math.nan,
-        "held_bytes": [_pairs(KINDS, row[:n], row[n : 2 * n]) for row in rows],
-        "sent_bytes": [
-            _pairs(verbs, row[2 * n : 2 * n + m], row[2 * n + m : 2 * (n + m)]) for row in rows
-        ],
-        "peak_rss_bytes": [int(row[-1]) for row in rows],
+        "offload": str(zero.holders.placement),
+        "held_bytes": [_pairs(names, *np.split(row, 2)) for row in rows[0]],
+        "sent_bytes": [_pairs(verbs, *np.split(row, 2)) for row in rows[1]],
+        "moved_bytes": [_pairs(edges, *np.split(row, 2)) for row in rows[2]],
+        "peak_rss_bytes": [int(row[0]) for row in rows[3]],
         "weights_sha256": weights,
         "state_sha256": state,
     }
+
+
+def _held(engine: Engine) -> tuple[list[int], list[int]]:
+    """Bytes held and predicted, by tier and kind; of activations, the most at a time."""
+    zero = engine.zero
+    predicted = account.held_by_tier(zero.case, zero.stage)
+    held, want = [], []
+    for tier in TIERS:
+        account_of = zero.store.tiers[tier]
+        for kind in KINDS:
+            passing = kind == "activations"
+            held.append((account_of.peak if passing else account_of.held).get(kind, 0))
+            want.append(
+                engine.predicted_activations[tier] if passing else predicted[tier].get(kind, 0)
+            )
+    return held, want
 
 
 def _pairs(names: Sequence[str], measured: Any, predicted: Any) -> dict[str, dict[str, int]]:
@@ -213,7 +240,11 @@ def table(result: dict[str, Any]) -> str:
     """Lay out a summary: what each rank held and sent, beside what the paper predicts."""
     rows = []
     psi = result["num_parameters"]
-    sections = (("held", "held_bytes", psi), ("sent", "sent_bytes", psi * result["steps"]))
+    sections = (
+        ("held", "held_bytes", psi),
+        ("sent", "sent_bytes", psi * result["steps"]),
+        ("moved", "moved_bytes", psi * result["steps"]),
+    )
     for title, key, per in sections:
         for name in result[key][0]:
             pairs = [rank[name] for rank in result[key]]
@@ -230,7 +261,7 @@ def table(result: dict[str, Any]) -> str:
                     "equal" if measured == predicted else "DIFFERS",
                 ]
             )
-    head = ["bytes per rank", "measured", "predicted", "per parameter (sent: and step)", "verdict"]
+    head = ["bytes per rank", "measured", "predicted", PER, "verdict"]
     rss = max(result["peak_rss_bytes"])
     kinds = ("parameters", "gradients", "master", "m", "v")
     states = [sum(rank[kind]["measured"] for kind in kinds) for rank in result["held_bytes"]]
@@ -241,7 +272,8 @@ def table(result: dict[str, Any]) -> str:
         f"\n{result['ranks']} ranks, stage {result['stage']}, {result['wire']}, {result['mpi']}, "
         f"{psi:,} parameters, {result['steps']} steps\n"
         f"{rows_as_text}\n"
-        f"model states: {by_rank:.4f} bytes per parameter and rank; the paper's formula, for Adam "
+        f"model states{' on the device' if result['offload'] != 'none' else ''}: {by_rank:.4f} "
+        "bytes per parameter and rank; the paper's formula, for Adam "
         f"on a 16-bit wire: {account.FORMULAS[result['stage']]} = {paper:.4f}\n"
         f"largest resident set of a rank {rss / 1e6:,.0f} MB; loss {result['first_loss']:.4f} "
         f"at the start, {result['last_loss']:.4f} at the end\n"

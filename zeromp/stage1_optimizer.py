@@ -111,10 +111,14 @@ class States:
         self, flat: Flat, extent: Extent, store: Store, rule: Rule, group_of: Mapping[str, int]
     ) -> None:
         self.flat, self.extent, self.rule, self.group_of = flat, extent, rule, group_of
+        self.store = store
         self.master: F32 | None = None
         if flat.format.name != "float32":
-            self.master = store.empty("master", extent.size, np.float32)
-        self.moments = {k: store.empty(k, extent.size, np.float32) for k in rule.states}
+            self.master = store.empty("master", extent.size, np.float32, extent.spans)
+            store.reserve("master", 4 * max(s.stop - s.start for s in extent.spans.values()))
+        self.moments = {
+            k: store.empty(k, extent.size, np.float32, extent.spans) for k in rule.states
+        }
 
     def connect(self, gradients: Gradients, parameters: Parameters, index: int) -> None:
         """Find this flat's elements in the arrays of the two other rungs."""
@@ -127,16 +131,20 @@ class States:
             states=list(self.moments.values()),
             copy=None if self.master is None else stored,
         )
+        self.store.reserve_tiles(self.arrays, self.extent.size)
 
     def load(self, unit: str, values: F32) -> None:
         """Set the masters of a unit from its whole values."""
         if self.master is not None:
             part = self.flat.covered(self.extent, unit, values)
-            convert(part, self.master[self.extent.spans[unit]])
+            with self.store.writing(self.master[self.extent.spans[unit]]) as masters:
+                convert(part, masters)
 
     def update(self, step: int, factor: float, rates: F32) -> None:
         """Apply the rule to all that is covered; `rates` has a row (lr, decay) per group."""
-        self.rule.update(step, factor, self.arrays, self.segments, rates[self.groups])
+        tiles = self.store.tiles(self.arrays, self.segments, self.groups, self.extent.size)
+        for arrays, runs, groups in tiles:
+            self.rule.update(step, factor, arrays, runs, rates[groups])
 
 
 def _states(

@@ -37,7 +37,7 @@ class FullGradients:
     """Stages 0 and 1: every rank keeps the whole gradient, which is reduced at the step."""
 
     def __init__(self, layout: Layout, store: Store, world: World, plan: GradientPlan) -> None:
-        self.layout = layout
+        self.layout, self.store = layout, store
         self.extents = [flat.full for flat in layout.trainable]
         self.arrays = _arrays(layout, self.extents, store, plan)
         self.buckets = Buckets(layout, store, plan, self.arrays)
@@ -84,7 +84,7 @@ class ShardedGradients:
     """Stages 2 and 3: a unit is reduced as soon as it is done, and a rank keeps its piece."""
 
     def __init__(self, layout: Layout, store: Store, world: World, plan: GradientPlan) -> None:
-        self.layout = layout
+        self.layout, self.store = layout, store
         self.extents = [flat.shard for flat in layout.trainable]
         self.arrays = _arrays(layout, self.extents, store, plan)
         self.buckets = Buckets(layout, store, plan, [])
@@ -100,7 +100,9 @@ class ShardedGradients:
         for index, flat in _having(self.layout, unit):
             bucket = self.buckets.flat(index, unit)
             own = self.arrays[index][flat.shard.own[unit]]
-            self.courier.reduce(index, unit, bucket, own, add=unit in self.filled)
+            add = unit in self.filled
+            with self.store.writing(own, keep=add) as piece:
+                self.courier.reduce(index, unit, bucket, piece, add)
         self.filled.add(unit)
 
     def finish(self) -> None:
@@ -123,7 +125,9 @@ def _having(layout: Layout, unit: str) -> list[tuple[int, Flat]]:
 def _arrays(
     layout: Layout, extents: Sequence[Any], store: Store, plan: GradientPlan
 ) -> list[NDArray[Any]]:
-    return [
-        store.empty("gradients", extent.size, plan.kept(flat).dtype)
-        for flat, extent in zip(layout.trainable, extents, strict=True)
-    ]
+    arrays = []
+    for flat, extent in zip(layout.trainable, extents, strict=True):
+        kept = plan.kept(flat)
+        arrays.append(store.empty("gradients", extent.size, kept.dtype, extent.spans))
+        store.reserve("gradients", flat.widest_piece * kept.itemsize)
+    return arrays

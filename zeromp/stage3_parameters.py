@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp.flat import Flat, Layout
-from zeromp.store import Store
+from zeromp.store import Store, page_up
 from zeromp.wire import F32, FORMATS, convert, nan_fill
 from zeromp.world import Request, World
 
@@ -85,11 +85,15 @@ class ShardedParameters:
     """Stage 3: a rank holds its pieces; full weights live in the window of a sweep."""
 
     def __init__(self, layout: Layout, store: Store, world: World, plan: SweepPlan) -> None:
-        self.layout, self.world, self.plan = layout, world, plan
+        self.layout, self.store, self.world, self.plan = layout, store, world, plan
         self.extents = [flat.shard for flat in layout.flats]
         self.arrays = [
-            store.empty("parameters", f.shard.size, f.format.dtype) for f in layout.flats
+            store.empty("parameters", f.shard.size, f.format.dtype, f.shard.spans)
+            for f in layout.flats
         ]
+        widest = [f.widest_piece * f.format.itemsize for f in layout.flats]
+        store.reserve("parameters", max(widest))
+        self.slots = store.slots("parameters", sum(map(page_up, widest)), plan.prefetch + 1)
         self.window = [
             [store.empty("buffers", flat.widest, flat.format.dtype) for flat in layout.flats]
             for _ in range(plan.prefetch + 1)
@@ -99,22 +103,23 @@ class ShardedParameters:
     def load(self, index: int, unit: str, values: F32) -> None:
         """Set this rank's piece of a unit from its whole values."""
         flat = self.layout.flats[index]
-        convert(values[flat.piece[unit]], self.arrays[index][flat.shard.own[unit]])
+        with self.store.writing(self.arrays[index][flat.shard.own[unit]]) as piece:
+            convert(values[flat.piece[unit]], piece)
 
     def publish(self) -> None:
         """Nothing to send: the next sweep gathers what it needs."""
 
     def sweep(self, order: Iterable[str]) -> Iterator[Weights]:
         """Yield the weights of each unit in order, float32, valid until the next is asked for."""
-        ahead = iter(order)
+        ahead = self.store.ahead(((unit, self._pieces(unit)) for unit in order), self.slots)
         free = deque(self.window)
         gathering: deque[tuple[str, list[NDArray[Any]], dict[int, NDArray[Any]], list[Request]]]
         gathering = deque()
         try:
             while True:
-                while free and (unit := next(ahead, None)) is not None:
+                while free and (item := next(ahead, None)) is not None:
                     buffers = free.popleft()
-                    gathering.append((unit, buffers, *self._start(unit, buffers)))
+                    gathering.append((item[0], buffers, *self._start(*item, buffers)))
                 if not gathering:
                     return
                 unit, buffers, here, requests = gathering[0]
@@ -132,15 +137,22 @@ class ShardedParameters:
                 for request in requests:
                     request.wait()
 
+    def _pieces(self, unit: str) -> dict[int, NDArray[Any]]:
+        """Piece of a unit that this rank stores, in each flat."""
+        return {
+            index: self.arrays[index][flat.shard.own[unit]]
+            for index, flat in _having(self.layout, unit)
+        }
+
     def _start(
-        self, unit: str, buffers: list[NDArray[Any]]
+        self, unit: str, pieces: dict[int, NDArray[Any]], buffers: list[NDArray[Any]]
     ) -> tuple[dict[int, NDArray[Any]], list[Request]]:
         """Start gathering a unit into a window's buffers, one per flat."""
         here, requests = {}, []
-        for index, flat in _having(self.layout, unit):
-            here[index] = buffers[index][: flat.size(unit)]
-            own = self.arrays[index][flat.shard.own[unit]]
-            requests.append(self.world.start_all_gather(own, here[index], flat.counts[unit], unit))
+        for index, own in pieces.items():
+            counts = self.layout.flats[index].counts[unit]
+            here[index] = buffers[index][: sum(counts)]
+            requests.append(self.world.start_all_gather(own, here[index], counts, unit))
         return here, requests
 
 

@@ -78,9 +78,9 @@ def test_the_error_names_the_stage_that_would_fit():
     assert by_stage == sorted(set(by_stage), reverse=True)
 
     def run(world):
-        with pytest.raises(MemoryError, match="the lowest stage that fits is 2"):
+        with pytest.raises(MemoryError, match="the lowest rung that fits is stage 2"):
             build(world, 130, 0, by_stage[2])
-        with pytest.raises(MemoryError, match="no stage fits: use more ranks"):
+        with pytest.raises(MemoryError, match="no stage fits"):
             build(world, 130, 3, 64)
 
     zm.threads(2, run, debug=True)

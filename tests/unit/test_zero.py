@@ -341,7 +341,7 @@ def test_a_budget_that_is_too_small_names_the_stage_that_fits():
     need = [
         threads(4, lambda w, s=s: sum(build(w, s, None).store.held.values()))[0] for s in STAGES
     ]
-    match = rf"stage 0 on 4 ranks needs {need[0]:,} bytes .* the lowest stage that fits is 2"
+    match = rf"stage 0 on 4 ranks needs {need[0]:,} bytes .* the lowest rung that fits is stage 2"
     raised_alike(4, lambda w: build(w, 0, need[2]), match, MemoryError)
     assert threads(4, lambda w: sum(build(w, 2, need[2]).store.held.values())) == [need[2]] * 4
     raised_alike(4, lambda w: build(w, 0, 1000), "no stage fits", MemoryError)

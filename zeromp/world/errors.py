@@ -2,8 +2,11 @@
 
 import contextlib
 import importlib
+from collections.abc import Callable
 
 TEXT_BYTES = 4096
+
+before_abort: list[Callable[[], object]] = []  # what must be done before the job is aborted
 
 
 def alike(error: Exception) -> Exception:

@@ -13,6 +13,7 @@ collective for ever, and it waits for them in MPI_Finalize. Three ends are cover
 """
 
 import atexit
+import contextlib
 import sys
 import threading
 import time
@@ -21,6 +22,8 @@ from types import TracebackType
 
 import numpy as np
 from mpi4py import MPI
+
+from zeromp.world.errors import before_abort
 
 RECORD_BYTES = 256  # int64 number of collectives entered, then the name of the present one
 POLL_SECONDS = 0.2
@@ -70,6 +73,9 @@ class Guard:
         """Print a message with this rank's number and end all ranks."""
         sys.stdout.flush()
         print(f"zeromp: rank {self.rank} of {self.size}: {message}", file=sys.stderr, flush=True)
+        for clean in list(before_abort):
+            with contextlib.suppress(Exception):
+                clean()
         self.comm.Abort(code)
 
     def _on_exception(

@@ -1,6 +1,7 @@
 """From what a user hands to `Zero` to a layout, groups and a loss scale; and what is refused."""
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 from zeromp import account
 from zeromp.adamw import Rule
 from zeromp.flat import Array, Layout
-from zeromp.store import OverBudget
+from zeromp.store import Disk, OverBudget, Placement, Store, numa
 from zeromp.wire import F32, LossScale
 from zeromp.world import World
 from zeromp.zero.settings import Group, Options, Source, matches, warn_of_unmatched
 
+JOB_BYTES = 8  # random, of the name of a job's folder
 DEFAULT_SCALE = 65536.0  # of the loss in float16: 2^16, as in most mixed-precision training
 
 
@@ -156,16 +158,48 @@ def make_loss_scale(wire: str, options: Options) -> LossScale:
     )
 
 
+def make_store(world: World, placement: Placement, options: Options) -> Store:
+    """Return the store of this rank; with something on disk, in a folder of the job's own."""
+    job = np.frombuffer(secrets.token_bytes(JOB_BYTES), np.uint8).copy()
+    if placement.on_disk:
+        world.broadcast(job, 0)
+    with world.together():
+        disk = None
+        if options.host_numa_node is not None:
+            numa.check_node(options.host_numa_node)
+        if placement.on_disk:
+            if options.offload_dir is None:
+                raise ValueError(
+                    f"offload={placement} needs offload_dir, a folder on the disk to be used"
+                )
+            disk = Disk(
+                options.offload_dir,
+                job.tobytes().hex(),
+                world.rank,
+                world.size,
+                options.offload_io,
+                options.keep_offload,
+            )
+        return Store(
+            options.device_memory,
+            placement,
+            disk,
+            options.host_numa_node,
+            lambda: world.ledger.section,
+        )
+
+
 def check_budget(case: account.Case, stage: int, budget: int | None) -> None:
     """OverBudget, with the lowest stage that fits, if a stage needs more than the device has."""
     need = account.held(case, stage)
     if budget is None or sum(need.values()) <= budget:
         return
-    lowest = account.lowest_stage(case, budget)
+    lowest = account.lowest_rung(case, budget)
     advice = (
-        "no stage fits: use more ranks, a smaller model, or fewer bytes per number"
+        "no stage fits, not even with all that can be moved on the host or the disk: use more "
+        "ranks, narrower units, or fewer bytes per number"
         if lowest is None
-        else f"the lowest stage that fits is {lowest}"
+        else f"the lowest rung that fits is {lowest}"
     )
     parts = ", ".join(f"{kind} {size:,}" for kind, size in need.items() if size)
     raise OverBudget(

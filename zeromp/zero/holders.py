@@ -13,7 +13,7 @@ from zeromp.buckets import GradientPlan
 from zeromp.flat import Extent, Layout
 from zeromp.stage3_parameters import SweepPlan
 from zeromp.stages import stage_of
-from zeromp.store import Store
+from zeromp.store import Placement
 from zeromp.wire import F32, convert, format_of
 from zeromp.world import World
 from zeromp.zero import construct
@@ -43,16 +43,18 @@ class Holders:
         visits: tuple[str, ...],
     ) -> None:
         self.layout, self.world = layout, world
-        self.store = Store(options.device_memory)
+        self.placement = Placement.parse(options.offload, options.offload_tile)
         travel = format_of(options.reduce_wire) if options.reduce_wire else None
         gradient_plan = GradientPlan(options.micro_batches, travel, visits)
         sweep_plan = SweepPlan(options.prefetch, options.poison)
         self.case = account.Case.of(
-            layout, gradient_plan, rule.states, options.prefetch, world.reduce
+            layout, gradient_plan, rule.states, options.prefetch, world.reduce, self.placement
         )
         row = stage_of(stage)
         with world.together():
             construct.check_budget(self.case, stage, options.device_memory)
+        self.store = construct.make_store(world, self.placement, options)
+        with world.together():
             self.parameters = row.parameters(layout, self.store, world, sweep_plan)
             self.gradients = row.gradients(layout, self.store, world, gradient_plan)
             self.optimizer = row.optimizer(
@@ -131,10 +133,13 @@ class Holders:
     ) -> NDArray[Any]:
         """Whole values of one unit in one flat; a collective where the holder has a shard."""
         flat, extent = self.layout.flats[index], extents[index]
-        held: NDArray[Any] = arrays[index][extent.spans[unit]]
-        if not extent.sharded or not flat.size(unit):
-            return held
-        whole = np.empty(flat.size(unit), held.dtype)
+        stored: NDArray[Any] = arrays[index][extent.spans[unit]]
+        held = np.empty(stored.size, stored.dtype)
         with self.world.ledger.within("inspect"):
+            with self.world.together():
+                self.store.read(stored, held)
+            if not extent.sharded or not flat.size(unit):
+                return held
+            whole = np.empty(flat.size(unit), held.dtype)
             self.world.all_gather(held, whole, flat.counts[unit], unit)
         return whole

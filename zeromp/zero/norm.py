@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp.flat import Extent, Layout
+from zeromp.store import Store
 from zeromp.wire import convert, first_nonfinite, square_sum
 from zeromp.world import World
 
@@ -21,6 +22,7 @@ class Gradients(Protocol):
 
     arrays: list[NDArray[Any]]
     extents: list[Extent]
+    store: Store
 
 
 def square_norm(layout: Layout, gradients: Gradients, world: World) -> float:
@@ -56,4 +58,5 @@ def _own_pieces(layout: Layout, gradients: Gradients) -> Iterator[tuple[NDArray[
     """Yield this rank's pieces, with the index of their flat and their unit."""
     for index, flat in enumerate(layout.trainable):
         for unit in flat.counts:
-            yield gradients.arrays[index][gradients.extents[index].own[unit]], index, unit
+            stored = gradients.arrays[index][gradients.extents[index].own[unit]]
+            yield gradients.store.reading(stored), index, unit

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,22 @@ class Options:
     poison : bool
         Fill released weights with NaN, so that a use after release shows. For tests.
     device_memory : int or None
-        Bytes that this rank may hold.
+        Bytes that this rank may hold on the device; what is offloaded does not count.
+    offload : str or dict
+        Where arrays live: ``"optimizer=disk,gradients=host"``, or a dict of the same. Things are
+        optimizer (master and moments), gradients (stage 2 and 3), parameters (stage 3) and
+        activations (with recompute); tiers are device, host and disk.
+    offload_dir : path or None
+        Folder for what is on disk. The job makes a folder of its own in it.
+    offload_tile : int
+        Elements in which the update walks what is on disk.
+    offload_io : {"auto", "cached", "direct"}
+        Whether bytes go through the page cache or past it; "auto" times both, and keeps
+        to the better.
+    keep_offload : bool
+        Leave the files on disk at the end, for plain HDF5 tools to read.
+    host_numa_node : int or None
+        NUMA node to which host memory is bound.
     """
 
     frozen: Match = ()
@@ -85,6 +101,12 @@ class Options:
     prefetch: int = 1
     poison: bool = False
     device_memory: int | None = None
+    offload: str | Mapping[str, str] = ""
+    offload_dir: str | Path | None = None
+    offload_tile: int = 2**20
+    offload_io: str = "auto"
+    keep_offload: bool = False
+    host_numa_node: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
@@ -107,7 +129,7 @@ class Options:
         return [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
-            if f.name not in ("frozen", "keep_float32")
+            if f.name not in ("frozen", "keep_float32", "offload_dir")
         ]
 
 
@@ -146,11 +168,14 @@ class Source:
         ``values(unit)`` returns the unit's initial float32 arrays by name.
     visits : tuple of str
         Units in the order in which backward visits them.
+    recompute : bool
+        Whether an Engine keeps the inputs of units only, and computes the rest again.
     """
 
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
     values: Callable[[str], Mapping[str, F32]]
     visits: tuple[str, ...]
+    recompute: bool = False
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, Any], bucket: int) -> "Source":

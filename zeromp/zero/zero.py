@@ -12,6 +12,7 @@ import numpy as np
 
 from zeromp.adamw import AdamW, Rule
 from zeromp.stages import stage_of
+from zeromp.store import Placement
 from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
 from zeromp.zero import construct, given
@@ -79,6 +80,8 @@ class Zero:
                 source = params
             else:
                 source, self.aliases = construct.untie(params, self.options)
+            placement = Placement.parse(self.options.offload, self.options.offload_tile)
+            placement.check(stage, source.recompute)
             self.layout = construct.lay_out(source, wire, self.options, self.world, self.aliases)
             self._sorted = construct.Sorted(groups, self.layout)
             self.loss_scaling = construct.make_loss_scale(wire, self.options)
@@ -309,6 +312,10 @@ class Zero:
             f"stage {self.stage} on {self.world.size} ranks ({self.world.transport.name}, "
             f"reduce={self.world.reduce}), wire {self.wire}, {self.rule}"
         )
+        if self.holders.placement != Placement():
+            head += f", offload {self.holders.placement}"
+            if self.store.disk is not None:
+                head += f" in {self.store.disk.folder.path} ({self.store.disk.way})"
         if self.wire == "float16":
             head += f", loss scale {self.loss_scaling.value:g}"
         return "\n".join(
@@ -343,6 +350,13 @@ class Zero:
     def dtype(self, name: str) -> str:
         """Format in which a parameter is stored: "float32", "bfloat16" or "float16"."""
         return self.layout.find(self._own_name(name))[1].format
+
+    def close(self) -> None:
+        """Remove this rank's files from the disk, if anything is offloaded there. On all ranks.
+
+        Happens by itself at the end of the process. Arrays on disk must not be used after it.
+        """
+        self.store.close()
 
     def _own_name(self, name: str) -> str:
         return self.aliases.get(name, name)

@@ -1,0 +1,441 @@
+"""Where arrays live, and the ledgers of what is held and of what crosses between tiers.
+
+A store hands out arrays on three tiers: *device*, the rank's fast memory, with an optional budget;
+*host*, memory outside that budget; and *disk*, a mapped HDF5 file. All are NumPy arrays. Holders do
+not ask on which tier an array lies; they say what they are about to do with it:
+
+==================  =======================================================================
+`read`, `write`     copy numbers out or in
+`reading`           have numbers in memory, to compute with
+`writing`           have memory to compute into, whose content is then stored
+`ahead`             have one piece after another, read ahead of need
+`tiles`             have tile after tile of several arrays, updated and written back
+`stack`             put arrays away, and take them back in reverse order
+==================  =======================================================================
+
+On device and host these hand out the arrays themselves; on disk they move bytes, in time.
+"""
+
+import json
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeromp.adamw import Arrays
+from zeromp.store import numa
+from zeromp.store.disk import Disk
+from zeromp.store.files import MappedFile, aligned
+from zeromp.store.placement import (
+    KINDS,
+    READ_AHEAD,
+    TIERS,
+    Placement,
+    crossings,
+    page_up,
+    slot_count,
+    tile_bytes,
+)
+from zeromp.store.stack import Stack
+from zeromp.store.tiles import Tile, Walk
+
+Slots = list[NDArray[np.uint8]]
+
+
+class OverBudget(MemoryError):
+    """An array does not fit into the device's budget; says who holds what."""
+
+
+class Held:
+    """Bytes on one tier.
+
+    Attributes
+    ----------
+    held, peak : Counter of str to int
+        Bytes held now, and at most so far, of each kind in `KINDS`.
+    """
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An array that is not on the device: its address, kind and tier, and where on disk."""
+
+    start: int
+    stop: int
+    kind: str
+    tier: str
+    file: MappedFile | None
+    offset: int
+
+
+class Store:
+    """Hands out arrays and counts their bytes by tier and kind.
+
+    Parameters
+    ----------
+    budget : int or None
+        Bytes that this rank may hold on the device; None sets no limit.
+    placement : Placement
+    disk : Disk or None
+        Needed where something is placed there.
+    numa_node : int or None
+        Node to which host memory is bound; None leaves it to the system.
+    section : callable
+        Names the part of the run under which crossings are entered: "setup", "train", ...
+
+    Attributes
+    ----------
+    tiers : dict of str to Held
+    moved : Counter of (section, kind, source, target) to int
+        Bytes that have crossed from one tier to the next.
+    before_overwrite : list of callable
+        Called with each stored array of the optimizer, or tile of it, just before it is changed.
+    """
+
+    def __init__(
+        self,
+        budget: int | None = None,
+        placement: Placement | None = None,
+        disk: Disk | None = None,
+        numa_node: int | None = None,
+        section: Callable[[], str] = lambda: "train",
+    ) -> None:
+        self.budget, self.placement, self.disk = budget, placement or Placement(), disk
+        self.tiers = {tier: Held() for tier in TIERS}
+        self.moved: Counter[tuple[str, str, str, str]] = Counter()
+        self.before_overwrite: list[Callable[[NDArray[Any]], None]] = []
+        self._numa_node, self._section = numa_node, section
+        self._places: list[_Place] = []  # sorted by address
+        self._staging = np.empty(0, np.uint8)
+        self._slots: Slots = []
+
+    @property
+    def held(self) -> Counter[str]:
+        """Bytes held on the device now, by kind."""
+        return self.tiers["device"].held
+
+    @property
+    def peak(self) -> Counter[str]:
+        """Bytes held on the device at most, by kind."""
+        return self.tiers["device"].peak
+
+    # ---- the ledger ------------------------------------------------------------------------------
+
+    def enter(self, kind: str, num_bytes: int, tier: str = "device") -> None:
+        """Enter bytes that someone is about to hold; OverBudget if they do not fit."""
+        self.check(kind, num_bytes, tier)
+        account = self.tiers[tier]
+        account.held[kind] += num_bytes
+        account.peak[kind] = max(account.peak[kind], account.held[kind])
+
+    def check(self, kind: str, num_bytes: int, tier: str = "device") -> None:
+        """Raise OverBudget, with who holds what, unless that many more bytes fit."""
+        assert kind in KINDS, kind
+        held = self.held.total()
+        if tier == "device" and self.budget is not None and held + num_bytes > self.budget:
+            parts = [f"{kind} {size:,}" for kind, size in self.held.items() if size]
+            raise OverBudget(
+                f"{num_bytes:,} bytes of {kind} do not fit: held are "
+                f"{', '.join(parts) or 'none'} ({held:,} bytes) of a budget of "
+                f"{self.budget:,} bytes. Climb to a higher stage, offload, use more ranks, "
+                "recompute activations, or take a smaller micro-batch or model."
+            )
+
+    def leave(self, kind: str, num_bytes: int, tier: str = "device") -> None:
+        """Take out bytes that were entered."""
+        held = self.tiers[tier].held
+        assert held[kind] >= num_bytes, (kind, held[kind], num_bytes)
+        held[kind] -= num_bytes
+
+    @contextmanager
+    def holding(self, kind: str, num_bytes: int, tier: str = "device") -> Iterator[None]:
+        """Enter bytes for the duration of a block."""
+        self.enter(kind, num_bytes, tier)
+        try:
+            yield
+        finally:
+            self.leave(kind, num_bytes, tier)
+
+    def cross(self, kind: str, num_bytes: int, source: str, target: str) -> None:
+        """Enter bytes that move from one tier to another, over each boundary on their way."""
+        for low, high in crossings(source, target):
+            self.moved[self._section(), kind, low, high] += num_bytes
+
+    # ---- arrays ----------------------------------------------------------------------------------
+
+    def empty(
+        self, kind: str, size: int, dtype: Any, spans: Mapping[str, slice] | None = None
+    ) -> NDArray[Any]:
+        """Return a new zeroed array of `size` elements, entered in the ledger.
+
+        Parameters
+        ----------
+        kind : str
+            Its place follows from it.
+        size : int
+        dtype : dtype
+        spans : dict of str to slice, optional
+            Which units it holds, and where: written beside an array on disk.
+
+        Raises
+        ------
+        OverBudget
+            If it does not fit on the device; nothing is allocated then.
+        OSError
+            If it does not fit on the disk.
+        """
+        tier = self.placement.tier(kind)
+        num_bytes = size * np.dtype(dtype).itemsize
+        self.enter(kind, num_bytes, tier)
+        if tier == "device":
+            return np.zeros(size, dtype)
+        file, offset = None, 0
+        if tier == "disk":
+            assert self.disk is not None
+            file = self.disk.states
+            array, offset = file.add(self._name(kind), size, dtype, _about(kind, spans or {}))
+        else:
+            array = self.memory(num_bytes).view(dtype)
+        if size:
+            start = array.ctypes.data
+            self._places.append(_Place(start, start + num_bytes, kind, tier, file, offset))
+            self._places.sort(key=lambda place: place.start)
+        return array
+
+    def memory(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Zeroed host memory, on the NUMA node that was asked for; not entered in the ledger."""
+        if self._numa_node is not None:
+            return numa.bound(num_bytes, self._numa_node)
+        return aligned(num_bytes)
+
+    def buffer(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Host memory through which bytes pass on their way to or from the disk."""
+        self.enter("buffers", num_bytes, "host")
+        return self.memory(num_bytes)
+
+    def _name(self, kind: str) -> str:
+        number = sum(place.kind == kind for place in self._places)
+        return f"{kind}.{number}" if number else kind
+
+    def _find(self, view: NDArray[Any]) -> _Place | None:
+        """Place of a stored array, or of a slice of it; None on the device."""
+        if not self._places or not view.size:
+            return None
+        address = view.ctypes.data
+        index = bisect_right(self._places, address, key=lambda place: place.start) - 1
+        if index >= 0 and address < self._places[index].stop:
+            return self._places[index]
+        return None
+
+    def file_range(self, view: NDArray[Any]) -> tuple[MappedFile, int] | None:
+        """File and offset of stored numbers that lie on disk; None for others."""
+        place = self._find(view)
+        if place is None or place.file is None:
+            return None
+        return place.file, place.offset + view.ctypes.data - place.start
+
+    # ---- copies ----------------------------------------------------------------------------------
+
+    def read(self, view: NDArray[Any], into: NDArray[Any]) -> None:
+        """Copy stored numbers to memory; `view` is an array from `empty`, or a slice of one."""
+        place = self._find(view)
+        if place is not None and place.file is not None:
+            place.file.read(place.offset + view.ctypes.data - place.start, into)
+        else:
+            np.copyto(into, view, casting="no")
+
+    def write(self, values: NDArray[Any], view: NDArray[Any]) -> None:
+        """Copy numbers from memory to where they are stored."""
+        place = self._find(view)
+        if place is not None and place.file is not None:
+            place.file.write(place.offset + view.ctypes.data - place.start, values)
+        else:
+            np.copyto(view, values, casting="no")
+
+    def reserve(self, kind: str, num_bytes: int) -> None:
+        """Make sure that `reading` and `writing` can take that many bytes of a kind at once."""
+        if self.placement.tier(kind) == "disk" and num_bytes > self._staging.size:
+            self.leave("buffers", self._staging.size, "host")
+            self._staging = self.buffer(num_bytes)
+
+    def reading(self, view: NDArray[Any], target: str = "host") -> NDArray[Any]:
+        """Stored numbers in memory: valid until the next call, and not to be changed.
+
+        `target` is the tier on which they are used.
+        """
+        place = self._find(view)
+        if place is None:
+            return view
+        self.cross(place.kind, view.nbytes, place.tier, target)
+        if place.file is None:
+            return view
+        staged = self._staging[: view.nbytes].view(view.dtype)
+        self.read(view, staged)
+        return staged
+
+    @contextmanager
+    def writing(self, view: NDArray[Any], keep: bool = False) -> Iterator[NDArray[Any]]:
+        """Memory, filled on the device, whose content is stored in `view` when the block ends.
+
+        Parameters
+        ----------
+        view : ndarray
+        keep : bool
+            Hand out what is stored, to be added to; else the content is undefined.
+        """
+        place = self._find(view)
+        if place is None:
+            yield view
+            return
+        self.cross(place.kind, view.nbytes, "device", place.tier)
+        if place.file is None:
+            yield view
+            return
+        staged = self._staging[: view.nbytes].view(view.dtype)
+        if keep:
+            self.cross(place.kind, view.nbytes, "disk", "host")
+            self.read(view, staged)
+        yield staged
+        self.write(staged, view)
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    def slots(self, kind: str, num_bytes: int, number: int) -> Slots:
+        """Buffers for `ahead`; none where a kind is in memory."""
+        if self.placement.tier(kind) != "disk":
+            return []
+        return [self.buffer(num_bytes) for _ in range(number + READ_AHEAD)]
+
+    def ahead(
+        self, items: Iterable[tuple[str, dict[int, NDArray[Any]]]], slots: Slots
+    ) -> Iterator[tuple[str, dict[int, NDArray[Any]]]]:
+        """Bring stored pieces to the device, one item after another.
+
+        Parameters
+        ----------
+        items : iterable of (str, dict of int to ndarray)
+            A name, and stored arrays.
+        slots : list
+            From `slots`: as many items may be in use at a time as that was told.
+
+        Yields
+        ------
+        str, dict of int to ndarray
+            The name, and the same numbers in memory.
+        """
+        waiting: deque[tuple[str, dict[int, NDArray[Any]], Any]] = deque()
+        ring = cycle(slots or [None])
+        for name, views in items:
+            waiting.append((name, *self._start_reading(views, next(ring))))
+            if len(waiting) > (READ_AHEAD if slots else 0):
+                yield _arrived(*waiting.popleft())
+        while waiting:
+            yield _arrived(*waiting.popleft())
+
+    def _start_reading(
+        self, views: dict[int, NDArray[Any]], slot: NDArray[np.uint8] | None
+    ) -> tuple[dict[int, NDArray[Any]], Any]:
+        """Start to read views into a slot; those in memory are counted and handed on."""
+        here, pairs, at = {}, [], 0
+        for index, view in views.items():
+            here[index] = view
+            place = self._find(view)
+            if place is None:
+                continue
+            self.cross(place.kind, view.nbytes, place.tier, "device")
+            if place.file is not None:
+                assert slot is not None and self.disk is not None
+                here[index] = slot[at : at + view.nbytes].view(view.dtype)
+                pairs.append((view, here[index]))
+                at += page_up(view.nbytes)
+        if not pairs:
+            return here, None
+        assert self.disk is not None
+        return here, self.disk.start(self._read_all, pairs)
+
+    def _read_all(self, pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+        for view, into in pairs:
+            self.read(view, into)
+
+    def reserve_tiles(self, arrays: Arrays, size: int) -> None:
+        """Draw the buffers that `tiles` needs for these arrays, of `size` elements."""
+        staged = [a.itemsize for a, _, _ in arrays.operands() if self.file_range(a)]
+        need = tile_bytes(min(self.placement.tile, size), staged)
+        number = slot_count(size, self.placement.tile) if need else 0
+        have = self._slots[0].size if self._slots else 0
+        if need > have or number > len(self._slots):
+            number = max(number, len(self._slots))
+            self.leave("buffers", have * len(self._slots), "host")
+            self._slots = [self.buffer(max(need, have)) for _ in range(number)]
+
+    def tiles(
+        self, arrays: Arrays, segments: NDArray[np.int64], groups: NDArray[np.int64], size: int
+    ) -> Iterator[Tile]:
+        """Walk what an update reads and writes, in memory, tile by tile: see `zeromp.store.tiles`.
+
+        All of it is one tile where it lies in memory. Where some lies on disk, worker threads read
+        the next tiles and write the last ones while the caller updates one.
+
+        Parameters
+        ----------
+        arrays : Arrays
+        segments, groups : ndarray
+            See `zeromp.flat.segments`.
+        size : int
+            Elements that they cover.
+
+        Yields
+        ------
+        Arrays, ndarray, ndarray
+            A tile's arrays, its segments with starts in those arrays, and their groups.
+        """
+        operands = arrays.operands()
+        for array, _, mode in operands:
+            place = self._find(array)
+            tier = place.tier if place else "device"
+            kind = place.kind if place else ("gradients" if mode == "r" else "parameters")
+            if "r" in mode:
+                self.cross(kind, size * array.itemsize, tier, self.placement.update)
+            if "w" in mode:
+                self.cross(kind, size * array.itemsize, self.placement.update, tier)
+        ranges = {i: r for i, (a, _, _) in enumerate(operands) if (r := self.file_range(a))}
+        if not ranges and not self.before_overwrite:
+            yield arrays, segments, groups
+            return
+        walk = Walk(arrays, segments, groups, size, self.placement.tile)
+        yield from walk.tiles(ranges, self._slots, self.disk, self.before_overwrite)
+
+    def stack(self, sizes: Sequence[int]) -> Stack:
+        """Return a place for activations of these many bytes each, put there in this order."""
+        return Stack(self.placement.activations, sizes, self.disk, self.cross)
+
+    def close(self) -> None:
+        """Remove this rank's files from the disk, unless they are to be kept."""
+        if self.disk is not None:
+            self.disk.close()
+
+
+def _about(kind: str, spans: Mapping[str, slice]) -> dict[str, Any]:
+    """Attributes of an array on disk: what it is, and where in it each unit's part lies."""
+    return {
+        "kind": kind,
+        "units": json.dumps({unit: [span.start, span.stop] for unit, span in spans.items()}),
+    }
+
+
+def _arrived(
+    name: str, here: dict[int, NDArray[Any]], read: Any
+) -> tuple[str, dict[int, NDArray[Any]]]:
+    if read is not None:
+        read.result()
+    return name, here
