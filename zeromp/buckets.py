@@ -25,11 +25,14 @@ class GradientPlan:
         Format in which 16-bit parameters' gradients are sent; None for the parameters' own.
     visits : tuple of str
         Units in the order in which backward visits them.
+    fused : bool
+        Whether each piece is used up as soon as it is reduced, so that none need be kept.
     """
 
     micro_batches: int
     travel: Format | None
     visits: tuple[str, ...]
+    fused: bool = False
 
     def sent(self, flat: Flat) -> Format:
         """Format in which the gradients of a flat are sent."""

@@ -221,15 +221,19 @@ class Engine:
             dy = visit.layer.backward(weights, kept, dy, bucket, scope)
             del kept
             if last[visit.unit] == i:
-                gradients.close(visit.unit)
+                self.zero.close_unit(visit.unit)
         for unit in self.zero.layout.units:
             if unit not in opened:
                 for view in gradients.bucket(unit).values():
                     view.fill(0)
-                gradients.close(unit)
+                self.zero.close_unit(unit)
 
     def _sweep(self, path: Sequence[Visit]) -> Iterator[Mapping[str, F32]]:
         return self.zero.parameters.sweep([visit.unit for visit in path])
+
+    def prepare(self, lr: float | None = None, clip: float | None = None) -> None:
+        """Say how the next step updates, with ``fused=True``: see `Zero.prepare`."""
+        self.zero.prepare(lr, clip)
 
     def step(self, lr: float | None = None, clip: float | None = None) -> Report:
         """Make the step: see `Zero.step`."""

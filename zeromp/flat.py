@@ -116,6 +116,12 @@ class Flat:
         """Elements of this rank's largest piece."""
         return max(int(piece.stop - piece.start) for piece in self.piece.values())
 
+    @property
+    def passing(self) -> Extent:
+        """Extent of an array that holds one piece at a time, of whichever unit."""
+        spans = {unit: slice(0, p.stop - p.start) for unit, p in self.piece.items()}
+        return Extent(True, self.widest_piece, spans, spans)
+
     def covered(self, extent: Extent, unit: str, values: NDArray[Any]) -> NDArray[Any]:
         """Return the part of a whole unit's values that an array of `extent` holds."""
         return values[self.piece[unit]] if extent.sharded else values

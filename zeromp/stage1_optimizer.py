@@ -93,6 +93,16 @@ class ShardedOptimizer:
         """Update this rank's pieces, then publish them."""
         for states in self.states:
             states.update(step, factor, rates)
+        self.publish()
+
+    def update_unit(self, unit: str, step: int, factor: float, rates: F32) -> None:
+        """Update this rank's piece of one unit alone; `publish` when all units are done."""
+        for states in self.states:
+            if unit in states.extent.spans:
+                states.update(step, factor, rates, states.extent.spans[unit])
+
+    def publish(self) -> None:
+        """Make the updated pieces known."""
         self.parameters.publish()
 
 
@@ -140,9 +150,13 @@ class States:
             with self.store.writing(self.master[self.extent.spans[unit]]) as masters:
                 convert(part, masters)
 
-    def update(self, step: int, factor: float, rates: F32) -> None:
-        """Apply the rule to all that is covered; `rates` has a row (lr, decay) per group."""
-        tiles = self.store.tiles(self.arrays, self.segments, self.groups, self.extent.size)
+    def update(self, step: int, factor: float, rates: F32, span: slice | None = None) -> None:
+        """Apply the rule to all that is covered, or to a span of it.
+
+        `rates` has a row (lr, decay) per group.
+        """
+        span = span or slice(0, self.extent.size)
+        tiles = self.store.tiles(self.arrays, self.segments, self.groups, span.start, span.stop)
         for arrays, runs, groups in tiles:
             self.rule.update(step, factor, arrays, runs, rates[groups])
 

@@ -81,11 +81,14 @@ class FullGradients:
 
 
 class ShardedGradients:
-    """Stages 2 and 3: a unit is reduced as soon as it is done, and a rank keeps its piece."""
+    """Stages 2 and 3: a unit is reduced as soon as it is done, and a rank keeps its piece.
+
+    With a fused update it keeps the piece only until the next unit's: the optimizer has used it.
+    """
 
     def __init__(self, layout: Layout, store: Store, world: World, plan: GradientPlan) -> None:
         self.layout, self.store = layout, store
-        self.extents = [flat.shard for flat in layout.trainable]
+        self.extents = [f.passing if plan.fused else f.shard for f in layout.trainable]
         self.arrays = _arrays(layout, self.extents, store, plan)
         self.buckets = Buckets(layout, store, plan, [])
         self.courier = Courier(layout, store, world, plan, full=False)
@@ -97,9 +100,9 @@ class ShardedGradients:
 
     def close(self, unit: str) -> None:
         """Reduce a finished bucket; this rank keeps its piece of the mean over ranks."""
-        for index, flat in _having(self.layout, unit):
+        for index, _ in _having(self.layout, unit):
             bucket = self.buckets.flat(index, unit)
-            own = self.arrays[index][flat.shard.own[unit]]
+            own = self.arrays[index][self.extents[index].own[unit]]
             add = unit in self.filled
             with self.store.writing(own, keep=add) as piece:
                 self.courier.reduce(index, unit, bucket, piece, add)

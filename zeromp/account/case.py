@@ -43,6 +43,8 @@ class Case:
         Units in the order in which backward visits them.
     ordered : bool
         Whether ranks fold in rank order, which takes a buffer to receive all pieces.
+    fused : bool
+        Whether a piece of gradient is used up before the next is reduced.
     placement : Placement
         What is not on the device.
     """
@@ -56,6 +58,7 @@ class Case:
     prefetch: int = 1
     visits: tuple[str, ...] = ()
     ordered: bool = False
+    fused: bool = False
     placement: Placement = field(default_factory=Placement)
 
     @classmethod
@@ -83,6 +86,7 @@ class Case:
             prefetch,
             getattr(plan, "visits"),  # noqa: B009
             reduce == "ordered",
+            getattr(plan, "fused"),  # noqa: B009
             placement or Placement(),
         )
 

@@ -37,8 +37,8 @@ def held_by_tier(case: Case, stage: int) -> dict[str, dict[str, int]]:
         device["buffers"] += _sweep_bytes(case, flat, stage)
         if not flat.trainable:
             continue
-        kept = (shard if stage >= 2 else full) * ITEMSIZE[case.kept(flat)]
-        total[place.gradients]["gradients"] += kept
+        kept = max(pieces) if case.fused else shard if stage >= 2 else full
+        total[place.gradients]["gradients"] += kept * ITEMSIZE[case.kept(flat)]
         states = _covered(case, flat, stage) * 4
         total[place.optimizer]["master"] += 0 if flat.format == "float32" else states
         for kind in case.states:

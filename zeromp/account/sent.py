@@ -56,6 +56,7 @@ def sent(
             gathered += micro * 2 * others * visited * ITEMSIZE[flat.format]
     numbers = micro * (AGREED_NUMBERS["begin"] + AGREED_NUMBERS["end"])
     numbers += steps * sum(AGREED_NUMBERS[key] for key in ("check", "error", "norm"))
+    numbers += steps if case.fused else 0  # errors are agreed on at both ends of backward
     numbers += skipped * 2  # which parameter, and whether NaN
     agreed = (case.num_ranks - 1) * NUMBER_BYTES * numbers
     return {"reduce_scatter": reduced, "all_gather": gathered, "agree": agreed}

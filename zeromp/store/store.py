@@ -379,7 +379,12 @@ class Store:
             self._slots = [self.buffer(max(need, have)) for _ in range(number)]
 
     def tiles(
-        self, arrays: Arrays, segments: NDArray[np.int64], groups: NDArray[np.int64], size: int
+        self,
+        arrays: Arrays,
+        segments: NDArray[np.int64],
+        groups: NDArray[np.int64],
+        low: int,
+        high: int,
     ) -> Iterator[Tile]:
         """Walk what an update reads and writes, in memory, tile by tile: see `zeromp.store.tiles`.
 
@@ -391,15 +396,15 @@ class Store:
         arrays : Arrays
         segments, groups : ndarray
             See `zeromp.flat.segments`.
-        size : int
-            Elements that they cover.
+        low, high : int
+            Elements of the states that are to be updated.
 
         Yields
         ------
         Arrays, ndarray, ndarray
             A tile's arrays, its segments with starts in those arrays, and their groups.
         """
-        operands = arrays.operands()
+        operands, size = arrays.operands(), high - low
         for array, _, mode in operands:
             place = self._find(array)
             tier = place.tier if place else "device"
@@ -409,10 +414,9 @@ class Store:
             if "w" in mode:
                 self.cross(kind, size * array.itemsize, self.placement.update, tier)
         ranges = {i: r for i, (a, _, _) in enumerate(operands) if (r := self.file_range(a))}
-        if not ranges and not self.before_overwrite:
-            yield arrays, segments, groups
-            return
-        walk = Walk(arrays, segments, groups, size, self.placement.tile)
+        in_memory = not ranges and not self.before_overwrite
+        tile = max(size, 1) if in_memory else self.placement.tile
+        walk = Walk(arrays, segments, groups, low, high, tile)
         yield from walk.tiles(ranges, self._slots, self.disk, self.before_overwrite)
 
     def stack(self, sizes: Sequence[int]) -> Stack:

@@ -36,12 +36,13 @@ class Walk:
         arrays: Arrays,
         segments: NDArray[np.int64],
         groups: NDArray[np.int64],
-        size: int,
+        start: int,
+        stop: int,
         tile: int,
     ) -> None:
         self.arrays, self.operands = arrays, arrays.operands()
         self.segments, self.groups = segments, groups
-        self.edges = [(low, min(low + tile, size)) for low in range(0, size, tile)]
+        self.edges = [(low, min(low + tile, stop)) for low in range(start, stop, tile)]
 
     def tiles(
         self,
@@ -89,7 +90,7 @@ class Walk:
         finally:
             for _, _, future in (*reading, *writing):
                 future.exception()  # waits: nothing moves when the walk is over
-        if disk is not None and ranges:
+        if disk is not None and ranges and self.edges:
             moved = sum(self._moved(i) for i in ranges)
             disk.note_update(moved, time.perf_counter() - start)
 
@@ -101,7 +102,7 @@ class Walk:
 
     def _moved(self, operand: int) -> int:
         array, _, mode = self.operands[operand]
-        return array.itemsize * self.edges[-1][1] * len(mode)
+        return array.itemsize * (self.edges[-1][1] - self.edges[0][0]) * len(mode)
 
     def _overwritten(self, table: NDArray[np.int64], low: int, high: int) -> Iterator[NDArray[Any]]:
         """Yield the parts of stored arrays that the tile changes."""

@@ -158,6 +158,24 @@ def make_loss_scale(wire: str, options: Options) -> LossScale:
     )
 
 
+def check_fused(stage: int, wire: str, options: Options, placement: Placement) -> None:
+    """ValueError for settings with which the update can't be fused into backward."""
+    if not options.fused:
+        return
+    wrong = [
+        f"{name} {value}, not {needs}"
+        for name, value, needs, fits in (
+            ("stage", stage, "2 or 3", stage >= 2),
+            ("micro_batches", options.micro_batches, "1", options.micro_batches == 1),
+            ("wire", wire, "bfloat16 or float32", wire != "float16"),
+            ("gradients on", placement.gradients, "device", placement.gradients == "device"),
+        )
+        if not fits
+    ]
+    if wrong:
+        raise ValueError(f"fused=True can't be used with {'; '.join(wrong)}")
+
+
 def make_store(world: World, placement: Placement, options: Options) -> Store:
     """Return the store of this rank; with something on disk, in a folder of the job's own."""
     job = np.frombuffer(secrets.token_bytes(JOB_BYTES), np.uint8).copy()

@@ -45,7 +45,7 @@ class Holders:
         self.layout, self.world = layout, world
         self.placement = Placement.parse(options.offload, options.offload_tile)
         travel = format_of(options.reduce_wire) if options.reduce_wire else None
-        gradient_plan = GradientPlan(options.micro_batches, travel, visits)
+        gradient_plan = GradientPlan(options.micro_batches, travel, visits, options.fused)
         sweep_plan = SweepPlan(options.prefetch, options.poison)
         self.case = account.Case.of(
             layout, gradient_plan, rule.states, options.prefetch, world.reduce, self.placement

@@ -70,6 +70,10 @@ class Options:
         Fill released weights with NaN, so that a use after release shows. For tests.
     device_memory : int or None
         Bytes that this rank may hold on the device; what is offloaded does not count.
+    fused : bool
+        Stages 2 and 3, one micro-batch, no float16: update each piece as soon as it is reduced,
+        and hold one piece of gradients at a time. Call `Zero.prepare` before each backward. A step
+        can't be skipped then, and clipping uses the norm of the step before.
     offload : str or dict
         Where arrays live: ``"optimizer=disk,gradients=host"``, or a dict of the same. Things are
         optimizer (master and moments), gradients (stage 2 and 3), parameters (stage 3) and
@@ -101,6 +105,7 @@ class Options:
     prefetch: int = 1
     poison: bool = False
     device_memory: int | None = None
+    fused: bool = False
     offload: str | Mapping[str, str] = ""
     offload_dir: str | Path | None = None
     offload_tile: int = 2**20

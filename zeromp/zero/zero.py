@@ -2,7 +2,6 @@
 
 import math
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from zeromp.adamw import AdamW, Rule
+from zeromp.stage1_optimizer import ShardedOptimizer
+from zeromp.stage2_gradients import ShardedGradients
 from zeromp.stages import stage_of
 from zeromp.store import Placement
 from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
 from zeromp.zero import construct, given
+from zeromp.zero.asked import Asked
+from zeromp.zero.fused import Fused
 from zeromp.zero.holders import Holders
 from zeromp.zero.micro import MicroBatches
 from zeromp.zero.norm import first_bad, square_norm
@@ -82,6 +85,7 @@ class Zero:
                 source, self.aliases = construct.untie(params, self.options)
             placement = Placement.parse(self.options.offload, self.options.offload_tile)
             placement.check(stage, source.recompute)
+            construct.check_fused(stage, wire, self.options, placement)
             self.layout = construct.lay_out(source, wire, self.options, self.world, self.aliases)
             self._sorted = construct.Sorted(groups, self.layout)
             self.loss_scaling = construct.make_loss_scale(wire, self.options)
@@ -99,6 +103,11 @@ class Zero:
         self.parameters = self.holders.parameters
         self.gradients = self.holders.gradients
         self.optimizer = self.holders.optimizer
+        self._fused = None
+        if self.options.fused:
+            assert isinstance(self.gradients, ShardedGradients)
+            assert isinstance(self.optimizer, ShardedOptimizer)
+            self._fused = Fused(self.layout, self.gradients, self.optimizer, self.world)
         self.applied = self.skipped = self.attempts = 0
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._norm: float | None = None
@@ -149,8 +158,19 @@ class Zero:
         int
             Number of this rank's first sample in the global batch.
         """
+        if self._fused is not None and error is None:
+            try:
+                self._fused.check_prepared()
+            except ValueError as unprepared:
+                error = unprepared
         factor, first_sample = self._micro.begin(weight, rows, error, rules)
         return self.loss_scaling.value * factor, first_sample
+
+    def close_unit(self, unit: str) -> None:
+        """Take in a unit's finished bucket; with a fused update, use it up."""
+        self.gradients.close(unit)
+        if self._fused is not None:
+            self._fused.update(unit)
 
     def end(self, loss_sum: float) -> float:
         """Finish a micro-batch with this rank's sum of losses; returns the mean over all ranks."""
@@ -184,10 +204,26 @@ class Zero:
             for name, view in self.gradients.bucket(unit).items():
                 names = [name, *(a for a, owner in self.aliases.items() if owner == name)]
                 given.write(view, names, gradients, np.float32(factor * weight))
-            self.gradients.close(unit)
+            self.close_unit(unit)
         mean = self.end(loss * weight if weight else 0.0)
         self.seconds["backward"] += time.perf_counter() - start
         return mean
+
+    def prepare(self, lr: float | None = None, clip: float | None = None) -> None:
+        """Say how the next step updates, before its backward: with ``fused=True`` only.
+
+        Parameters
+        ----------
+        lr, clip : float or None
+            As for `step`, which then takes none; clipping uses the norm of the step before.
+        """
+        rate = self.rule.lr if lr is None else lr
+        rates = self._sorted.rates(rate, self.rule)
+        asked = Asked(rate, clip, rates, self.rule)
+        asked.check(self.world, self._micro, started=False, fused=self._fused is not None)
+        assert self._fused is not None
+        unscale = 1 / self.loss_scaling.value
+        self._fused.prepare(self.applied + 1, asked, self._norm, unscale)
 
     def step(self, lr: float | None = None, clip: float | None = None) -> Report:
         """Reduce what is not reduced yet, clip, and update all parameters.
@@ -214,8 +250,17 @@ class Zero:
             On all ranks, when `patience` steps in a row were skipped.
         """
         start = time.perf_counter()
+        if self._fused is not None:
+            report = self._fused.finish(self._micro, self.loss_scaling.value)
+            self._norm = report.grad_norm
+            self.applied += 1
+            self.attempts += 1
+            self.zero_grad()
+            self.seconds["optimizer"] += time.perf_counter() - start
+            return report
         rate = self.rule.lr if lr is None else lr
-        self._check_step(rate, clip)
+        rates = self._sorted.rates(rate, self.rule)
+        Asked(rate, clip, rates, self.rule).check(self.world, self._micro)
         scale = self.loss_scaling.value
         unscale = self._micro.unscale / scale
         self.gradients.finish()
@@ -225,9 +270,7 @@ class Zero:
         reason = "" if finite else first_bad(self.layout, self.gradients, self.world)
         clip_factor = min(1.0, clip / norm) if finite and clip is not None and norm > 0 else 1.0
         if finite:
-            self.optimizer.step(
-                self.applied + 1, unscale * clip_factor, self._sorted.rates(rate, self.rule)
-            )
+            self.optimizer.step(self.applied + 1, unscale * clip_factor, rates)
             self.applied += 1
         else:
             self.skipped += 1
@@ -237,30 +280,6 @@ class Zero:
         self._note(reason)
         self.seconds["optimizer"] += time.perf_counter() - start
         return Report(finite, loss, norm, clip_factor, rate, scale, weight, reason)
-
-    def _check_step(self, lr: float, clip: float | None) -> None:
-        """Refuse a step on all ranks unless they ask for the same, sensible, one."""
-        rates = self._sorted.rates(lr, self.rule)
-        rules = zlib.crc32(repr(self.rule).encode() + rates.tobytes())
-        asked = [lr, math.nan if clip is None else clip, len(self._micro.weights), rules]
-        table = self.world.agree(asked)
-        with self.world.together():
-            self._micro.check_finished()
-            if not self._micro.weight:
-                raise ValueError(
-                    "step without gradients: no sample or token has come since the last"
-                )
-            if not (math.isfinite(lr) and lr >= 0):
-                raise ValueError(f"lr {lr} must be finite and not negative")
-            if clip is not None and not clip > 0:
-                raise ValueError(f"clip {clip} must be above 0; None does not clip")
-            for rank, row in enumerate(table):
-                if not np.array_equal(row, table[0], equal_nan=True):
-                    raise ValueError(
-                        "step must be called alike on all ranks: lr, clip, micro-batches and a "
-                        f"checksum of optimizer and groups are {table[0].tolist()} on rank 0, "
-                        f"{row.tolist()} on rank {rank}"
-                    )
 
     def _note(self, reason: str) -> None:
         """Tell the loss scale, and say on rank 0 that a step was skipped."""
