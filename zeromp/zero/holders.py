@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ class Holders:
         stored: NDArray[Any] = arrays[index][extent.spans[unit]]
         held = np.empty(stored.size, stored.dtype)
         with self.world.ledger.within("inspect"):
-            with self.world.together():
+            with self.world.together() if self.placement.on_disk else nullcontext():
                 self.store.read(stored, held)
             if not extent.sharded or not flat.size(unit):
                 return held
