@@ -3,7 +3,7 @@
 Start at `zeromp.stages`: the ladder is a table of eight small classes.
 """
 
-from zeromp import account, data, models, weights
+from zeromp import account, checkpoint, data, models, signals, weights
 from zeromp.adamw import SGD, AdamW, constant, cosine, linear
 from zeromp.engine import Engine
 from zeromp.runlog import RunLog, num_bytes, parse
@@ -29,6 +29,7 @@ __all__ = [
     "Zero",
     "account",
     "alone",
+    "checkpoint",
     "constant",
     "cosine",
     "data",
@@ -36,6 +37,7 @@ __all__ = [
     "models",
     "num_bytes",
     "parse",
+    "signals",
     "threads",
     "weights",
     "world",

@@ -15,6 +15,7 @@ from typing import Any
 from zeromp.world import World
 
 EXIT_CODE = 75  # EX_TEMPFAIL of BSD's sysexits.h: "a temporary failure, indicating ... retry"
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # what batch systems send before they kill
 REPEAT_SECONDS = 1.0  # a launcher and a batch system may both deliver one request
 
 
@@ -41,9 +42,7 @@ class Interrupt:
     ...             break  # on all ranks
     """
 
-    def __init__(
-        self, world: World, signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
-    ) -> None:
+    def __init__(self, world: World, signals: Sequence[int] = STOPPING) -> None:
         self.world = world
         self.signals = tuple(signals)
         self.agreed: signal.Signals | None = None
