@@ -266,10 +266,8 @@ def load(path: str | Path, rename: Rename = None) -> Weights:
     """
     path = Path(path)
     header = _safetensors_header if _ending(path) == ".safetensors" else _npz_header
-    try:
+    with _damage(path):
         stored = header(path)
-    except (zipfile.BadZipFile, KeyError, TypeError, UnicodeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged, or no {path.suffix} file ({error})") from error
     if isinstance(rename, Mapping) and (unknown := rename.keys() - stored.keys()):
         raise ValueError(f"rename: {path} has no array {', '.join(map(repr, sorted(unknown)))}")
     found: dict[str, Stored] = {}
@@ -283,11 +281,20 @@ def load(path: str | Path, rename: Rename = None) -> Weights:
     return Weights(path, found)
 
 
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Give an error of the libraries below, while a file is read, the file's name."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} is damaged, or no {path.suffix} file: {error!r}") from error
+
+
 def _safetensors_header(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(MAX_HEADER, path.stat().st_size - 8):
-            raise ValueError(f"{path} is damaged, or no .safetensors file (its header is too long)")
+            raise ValueError(f"its header would have {length:,} bytes")
         header = json.loads(file.read(length))
     aliases = header.pop("__metadata__", {})
     stored = {}
@@ -295,7 +302,7 @@ def _safetensors_header(path: Path) -> dict[str, Stored]:
         first, end = about["data_offsets"]
         stored[name] = Stored(name, about["dtype"], tuple(about["shape"]), 8 + length + first)
         if 8 + length + end > path.stat().st_size:
-            raise ValueError(f"{path} is truncated: {name!r} goes beyond its end")
+            raise ValueError(f"{name!r} goes beyond its end")
     return stored | {alias: stored[name] for alias, name in aliases.items() if name in stored}
 
 
@@ -332,6 +339,10 @@ def _npz_header(path: Path) -> dict[str, Stored]:
 def _read_member(path: Path, entry: Stored) -> F32:
     if np.dtype(entry.dtype).kind != "f":
         raise ValueError(f"{path}: {entry.name!r} is {entry.dtype}, which is no weight's dtype")
-    with zipfile.ZipFile(path) as archive, archive.open(f"{entry.name}.npy") as file:
+    with (
+        _damage(path),
+        zipfile.ZipFile(path) as archive,
+        archive.open(f"{entry.name}.npy") as file,
+    ):
         values = np.lib.format.read_array(file, allow_pickle=False)
-    return np.ascontiguousarray(values, np.float32)
+    return np.asarray(values, np.float32, order="C")
