@@ -69,7 +69,11 @@ def arguments():
     return parser
 
 
-DATA = ("data", "context", "global_batch", "seed")  # on which the order of the text depends
+# What must be as it was for a run that goes on to end as if it had never stopped.
+SETTINGS = (
+    "data", "context", "global_batch", "seed", "dropout",
+    "steps", "lr", "warmup", "schedule", "clip", "weight_decay",
+)  # fmt: skip
 
 
 def check_checkpoints(args):
@@ -97,8 +101,8 @@ def resume(engine, args):
         return 0
     extra = report.extra
     engine.world.print(f"resumed {report.path} after step {extra['step']} of {args.steps}")
-    for name in DATA:
-        before, now = extra["data"][name], getattr(args, name)
+    for name in SETTINGS:
+        before, now = extra["settings"][name], getattr(args, name)
         if before != now:
             engine.world.print(f"note: --{name.replace('_', '-')} was {before}, and is {now} now")
     return extra["step"]
@@ -106,8 +110,8 @@ def resume(engine, args):
 
 def save(engine, args, step):
     position = {"step": step, "samples": step * args.global_batch}
-    data = {name: getattr(args, name) for name in DATA}
-    return engine.save(args.save, keep=args.keep, extra={**position, "data": data})
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return engine.save(args.save, keep=args.keep, extra={**position, "settings": settings})
 
 
 def held_out_loss(engine, tokens, rows):
