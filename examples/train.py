@@ -86,9 +86,9 @@ def check_checkpoints(args):
             f"--save {args.save} holds {found[-1].name} of another run: go on from it with "
             "--resume auto, or save elsewhere"
         )
-    for name in ("save_every", "stop_after"):
-        if (getattr(args, name) or 0) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    for flag, value in (("keep", args.keep), ("stop-after", args.stop_after)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} {value} must be at least 1")
 
 
 def resume(engine, args):

@@ -41,8 +41,9 @@ class Job:
         sizes = [word for name, size in SIZES.items() for word in (f"--{name}", size)]
         launcher = [MPIEXEC, "-n", ranks] if ranks else []
         command = [
-            *launcher, sys.executable, ROOT / "examples" / "train.py", "--data", ROOT / "LICENSE",
-            *sizes, "--steps", steps, "--dropout", 0.1, "--metrics", self.folder / "m.jsonl", *flags,
+            *launcher, sys.executable, ROOT / "examples" / "train.py", *sizes, "--dropout", 0.1,
+            "--data", ROOT / "LICENSE", "--metrics", self.folder / "m.jsonl", "--steps", steps,
+            *flags,
         ]  # fmt: skip
         self.process = subprocess.Popen(
             [str(word) for word in command],
