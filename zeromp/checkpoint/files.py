@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from zeromp.checkpoint.errors import Broken
 
 TILE_BYTES = 2**21
-BLOCK_BYTES = 4096  # datasets begin at whole blocks, which disks and reflinks want
+BLOCK_BYTES = 4096  # larger datasets begin at whole blocks, which disks and reflinks want
 
 
 def bfloat16() -> Any:
@@ -86,7 +86,7 @@ def open_hdf5(path: Path, mode: str = "r", **options: Any) -> Any:
         raise
     except OSError as error:
         advice = ""
-        if "lock" in str(error):
+        if "lock file" in str(error):
             advice = ": set HDF5_USE_FILE_LOCKING=FALSE in the environment"
         raise OSError(f"{path} can't be opened: {error}{advice}") from error
 

@@ -204,7 +204,7 @@ def _write_array(file: Any, place: str, array: Array, value: Any, maps: Sequence
     """Make one dataset: virtual, but for arrays without elements or dimensions."""
     if not maps:
         data = np.zeros(array.shape, "<f4") if value is None else np.float32(value)
-        made = file.create_dataset(place, data=data, dtype="<f4", track_times=False)
+        file.create_dataset(place, data=data, dtype="<f4", track_times=False)
     else:
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plan.set_obj_track_times(False)
@@ -220,10 +220,6 @@ def _write_array(file: Any, place: str, array: Array, value: Any, maps: Sequence
         links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
         links.set_create_intermediate_group(True)
         h5py.h5d.create(file.id, place.encode(), h5py.h5t.IEEE_F32LE, whole, plan, links)
-        made = file[place]
-    made.attrs["name"] = array.name
-    made.attrs["format"] = array.format
-    made.attrs["unit"] = array.unit
 
 
 def read_record(path: Path) -> Record:

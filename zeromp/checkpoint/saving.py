@@ -84,7 +84,6 @@ class Saver:
 
     def save(self, request: Request, wait: bool) -> Path:
         """Write a checkpoint; returns its folder, which is complete only after `finish`."""
-        self.world.barrier(f"save to {request.directory}")
         with self.world.ledger.within("checkpoint"):
             self.finish()
             folder, serial = self._make_folder(request)

@@ -30,6 +30,7 @@ def request(
     seed: int | None,
 ) -> Request:
     """What is to be saved, of this moment; checked on all ranks."""
+    zero.world.barrier(f"save to {directory}")
     with zero.world.together():
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep} must be at least 1; None keeps all checkpoints")
