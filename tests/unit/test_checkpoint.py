@@ -1,6 +1,9 @@
 """Checkpoints: what comes back, at the same number of ranks and at any other."""
 
 import random
+import re
+import shutil
+import subprocess
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -366,6 +369,16 @@ def test_the_folder_can_be_moved_and_read_from_elsewhere(tmp_path, monkeypatch):
     saved.same(saved.load("new")[0][0], before)
     saved.same(saved.load("new/step-00000003")[0][0], before)
     saved.same(saved.load(tmp_path / "new/step-00000003", ranks=1)[0][0], before)
+
+
+@pytest.mark.skipif(shutil.which("h5dump") is None, reason="needs h5dump")
+def test_h5dump_reads_it(tmp_path):
+    before, _ = saved.save(tmp_path)
+    command = ["h5dump", "-y", "-w", "0", "-m", "%.9g", "-d", "/c/w", tmp_path / "model.h5"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    numbers = re.search(r"DATA \{(.*?)\}", text, re.DOTALL)[1].replace(",", " ").split()
+    found = np.array(numbers, np.float32).reshape(3, 2, 5)
+    assert found.tobytes() == before["master", "c.w"].tobytes()
 
 
 def test_frozen_bfloat16_is_a_number_to_every_tool(tmp_path):

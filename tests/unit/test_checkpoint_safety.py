@@ -19,7 +19,7 @@ import toys
 from saved import CUTS, N
 
 import zeromp as zm
-from zeromp.checkpoint import Broken, Checkpoint, complete, files, find, loading, saving, writing
+from zeromp.checkpoint import Broken, Checkpoint, choosing, complete, files, find, saving, writing
 
 H5PY_TYPES = h5py.h5f.get_obj_count(h5py.h5f.OBJ_ALL, h5py.h5f.OBJ_DATATYPE)
 BIG = {"w": (40, 1000), "b": 77}
@@ -299,7 +299,7 @@ def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
 def test_all_ranks_return_after_the_commit_and_rank_0_alone_looks(tmp_path, monkeypatch):
     """O-053: save, and load, ask the file system on one rank only."""
     looked, committed = set(), []
-    for module, name in ((saving, "new_folder"), (saving, "prune"), (loading, "candidates")):
+    for module, name in ((saving, "new_folder"), (saving, "prune"), (choosing, "candidates")):
 
         def look(real, *given):
             looked.add(threading.get_ident())

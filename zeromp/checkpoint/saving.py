@@ -124,6 +124,7 @@ class Saver:
             return None
         with self.world.ledger.within("checkpoint"):
             if pending.thread is not None:
+                self.world.barrier(f"finish_save to {pending.request.directory}")
                 pending.thread.join()
             try:
                 with self.world.together():

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeromp.checkpoint.choosing import choose
 from zeromp.checkpoint.loading import (
     LoadReport,
     check_match,
-    choose,
     load_numbers,
     rank_extra,
 )
