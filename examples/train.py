@@ -3,9 +3,13 @@
     mpirun -n 8 python examples/train.py --stage 3
 
 The default corpus is the text that every Python carries: its standard library, byte by byte.
+
+With --save, SIGTERM or SIGUSR1 to any rank saves after the present step and ends the job with exit
+code 75; the same command with --resume auto goes on.
 """
 
 import argparse
+import sys
 
 import zeromp as zm
 
@@ -56,11 +60,63 @@ def arguments():
     add("--clip", type=float, default=1.0, help="limit of the gradient's norm; 0 does not clip (default 1)")  # fmt: skip # noqa: E501
     add("--weight-decay", type=float, default=0.1, help="of matrices; biases and norms never decay (default 0.1)")  # fmt: skip # noqa: E501
 
+    add = parser.add_argument_group("checkpoints").add_argument
+    add("--save", metavar="DIR", help="save there at the end, and when a signal asks to stop")
+    add("--save-every", type=int, default=0, metavar="K", help="save every K steps, too")
+    add("--keep", type=int, default=3, metavar="K", help="checkpoints to keep (default 3)")
+    add("--resume", metavar="DIR|auto", help="go on from a checkpoint, or the newest in a folder; auto: from the newest in --save DIR, or from the start if there is none")  # fmt: skip # noqa: E501
+    add("--stop-after", type=int, metavar="K", help="make K steps at most, then stop as a signal would; the schedule stays that of --steps")  # fmt: skip # noqa: E501
+
     add = parser.add_argument_group("output").add_argument
     add("--metrics", metavar="FILE", help="write one JSON object per step, and a summary")
     add("--eval-every", type=int, default=0, metavar="K", help="loss on held-out text every K steps (default: at the end only)")  # fmt: skip # noqa: E501
     add("--sample", type=int, default=200, metavar="N", help="characters of text to write at the end; 0 for none (default 200)")  # fmt: skip # noqa: E501
     return parser
+
+
+# What must be as it was for a run that goes on to end as if it had never stopped.
+SETTINGS = (
+    "data", "context", "global_batch", "seed", "dropout",
+    "steps", "lr", "warmup", "schedule", "clip", "weight_decay",
+)  # fmt: skip
+
+
+def check_checkpoints(args):
+    if args.resume == "auto" and not args.save:
+        raise ValueError("--resume auto takes the newest checkpoint of --save DIR: name one")
+    if args.save_every and not args.save:
+        raise ValueError(f"--save-every {args.save_every} needs --save DIR")
+    if args.save and not args.resume and (found := zm.checkpoint.complete(args.save)):
+        raise ValueError(
+            f"--save {args.save} holds {found[-1].name} of another run: go on from it with "
+            "--resume auto, or save elsewhere"
+        )
+    for flag, value in (("keep", args.keep), ("stop-after", args.stop_after)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{flag} {value} must be at least 1")
+
+
+def resume(engine, args):
+    """Load what --resume names; returns the number of steps that have been made."""
+    if args.resume is None:
+        return 0
+    auto = args.resume == "auto"
+    report = engine.load(args.save if auto else args.resume, if_exists=auto)
+    if report is None:
+        return 0
+    extra = report.extra
+    engine.world.print(f"resumed {report.path} after step {extra['step']} of {args.steps}")
+    for name in SETTINGS:
+        before, now = extra["settings"][name], getattr(args, name)
+        if before != now:
+            engine.world.print(f"note: --{name.replace('_', '-')} was {before}, and is {now} now")
+    return extra["step"]
+
+
+def save(engine, args, step):
+    position = {"step": step, "samples": step * args.global_batch}
+    settings = {name: getattr(args, name) for name in SETTINGS}
+    return engine.save(args.save, keep=args.keep, extra={**position, "settings": settings})
 
 
 def held_out_loss(engine, tokens, rows):
@@ -75,6 +131,7 @@ def main():
         micro = args.micro_batch or max(args.global_batch // world.size, 1)
         micro_batches = zm.data.check_batch(args.global_batch, micro, world.size)
         tokens = zm.data.Tokens(args.data, context=args.context, seed=args.seed)
+        check_checkpoints(args)
         model = zm.models.gpt(
             tokens.vocab, args.layers, args.width, args.heads, args.context, args.dropout
         )
@@ -99,14 +156,32 @@ def main():
     )
     world.print(engine.zero.describe())
 
-    log = zm.RunLog(engine, args.steps, args.metrics)
-    for step in range(args.steps):
-        for x, y in tokens.batches(step, args.global_batch, micro, world):
-            engine.backward(x, y)
-        lr = SCHEDULES[args.schedule](engine.applied, args.steps, args.lr, args.warmup)
-        log.step(engine.step(lr=lr, clip=args.clip or None))
-        if args.eval_every and (step + 1) % args.eval_every == 0:
-            world.print(f"held-out loss {held_out_loss(engine, tokens, args.global_batch):.4f}")
+    first = resume(engine, args)
+    log = zm.RunLog(engine, args.steps, args.metrics, first)
+    signals = zm.signals.STOPPING if args.save else ()
+    with zm.Interrupt(world, signals) as interrupt:
+        for step in range(first, args.steps):
+            for x, y in tokens.batches(step, args.global_batch, micro, world):
+                engine.backward(x, y)
+            lr = SCHEDULES[args.schedule](engine.applied, args.steps, args.lr, args.warmup)
+            log.step(engine.step(lr=lr, clip=args.clip or None))
+            done = step + 1
+            if args.eval_every and done % args.eval_every == 0:
+                world.print(f"held-out loss {held_out_loss(engine, tokens, args.global_batch):.4f}")
+            signal = interrupt.requested()
+            stop = signal or done - first == args.stop_after
+            due = args.save_every and done % args.save_every == 0
+            path = (
+                save(engine, args, done)
+                if args.save and (stop or due or done == args.steps)
+                else None
+            )
+            if stop:
+                log.close()
+                why = signal.name if signal else f"--stop-after {args.stop_after}"
+                kept = f"saved {path}; --resume auto goes on" if path else "nothing is saved"
+                world.print(f"stopped by {why} after step {done} of {args.steps}: {kept}")
+                sys.exit(zm.signals.EXIT_CODE)
 
     held_out = held_out_loss(engine, tokens, 4 * args.global_batch)
     log.finish(held_out_loss=held_out)

@@ -3,10 +3,11 @@
 Start at `zeromp.stages`: the ladder is a table of eight small classes.
 """
 
-from zeromp import account, data, models
+from zeromp import account, checkpoint, data, models, signals, weights
 from zeromp.adamw import SGD, AdamW, constant, cosine, linear
 from zeromp.engine import Engine
 from zeromp.runlog import RunLog, num_bytes, parse
+from zeromp.signals import Interrupt
 from zeromp.store import OverBudget
 from zeromp.world import World, alone, threads, world
 from zeromp.zero import Group, Options, Report, Source, Zero
@@ -18,6 +19,7 @@ __all__ = [
     "AdamW",
     "Engine",
     "Group",
+    "Interrupt",
     "Options",
     "OverBudget",
     "Report",
@@ -27,6 +29,7 @@ __all__ = [
     "Zero",
     "account",
     "alone",
+    "checkpoint",
     "constant",
     "cosine",
     "data",
@@ -34,6 +37,8 @@ __all__ = [
     "models",
     "num_bytes",
     "parse",
+    "signals",
     "threads",
+    "weights",
     "world",
 ]

@@ -6,12 +6,14 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeromp.adamw import Rule
+from zeromp.checkpoint import LoadReport
 from zeromp.models import Model, Saved, Scope, Visit
 from zeromp.store import OverBudget, Stack
 from zeromp.wire import F32
@@ -308,6 +310,21 @@ class Engine:
     def applied(self) -> int:
         """Applied steps."""
         return self.zero.applied
+
+    def save(self, directory: str | Path, **options: Any) -> Path:
+        """Write a checkpoint: see `Zero.save`."""
+        return self.zero.save(directory, **{"seed": self.seed, **options})
+
+    def finish_save(self) -> Path | None:
+        """Wait for a save in the background: see `Zero.finish_save`."""
+        return self.zero.finish_save()
+
+    def load(self, directory: str | Path, **options: Any) -> LoadReport | None:
+        """Continue from a checkpoint, with its seed of dropout: see `Zero.load`."""
+        report = self.zero.load(directory, **options)
+        if report is not None and report.record["seed"] is not None:
+            self.seed = report.record["seed"]
+        return report
 
     def full(self, name: str) -> F32:
         """Whole parameter: see `Zero.full`."""

@@ -49,28 +49,37 @@ def num_bytes(text: str) -> int:
 class RunLog:
     """Follows a training run on all ranks; rank 0 prints and writes.
 
+    What it counts and predicts is of the steps that it is told of, by this process.
+
     Parameters
     ----------
     engine : Engine
     steps : int
-        Steps that the run is going to make.
+        Steps that the run is going to make, those before `first` included.
     metrics : path or None
         File that receives one JSON object per step, and a last one with ``"summary": true``.
+    first : int
+        Number of the first step: where a run goes on, those that it has made before. The metrics of
+        these are kept then, and what a lost part of that run wrote after them is not.
     """
 
-    def __init__(self, engine: Engine, steps: int, metrics: str | Path | None = None) -> None:
-        self.engine, self.steps = engine, steps
+    def __init__(
+        self, engine: Engine, steps: int, metrics: str | Path | None = None, first: int = 0
+    ) -> None:
+        self.engine, self.steps, self.first = engine, steps, first
         self.world = engine.world
         self.losses: list[float] = []
-        self.micro_batches = 0
+        self.micro_batches = self.applied = 0
+        self.sent_before = {verb: self.world.ledger.sent(verb) for verb in VERBS}
+        self.moved_before = engine.zero.store.moved.copy()
+        self.moves_before = engine.predicted_moves
         self.file: TextIO | None = None
         with self.world.ledger.within("setup"), self.world.together():
             if metrics is not None and self.world.rank == 0:
-                Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-                self.file = Path(metrics).open("w")  # noqa: SIM115 - closed by `finish`
+                self.file = _open_metrics(Path(metrics), first)
         self.bar: tqdm[Any] | None = None
         if self.world.rank == 0 and sys.stderr.isatty():
-            self.bar = tqdm(total=steps, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True)
         self.begun = self.since = self.last_line = time.perf_counter()
         self.seconds = dict(engine.seconds)
 
@@ -79,13 +88,14 @@ class RunLog:
         now = time.perf_counter()
         elapsed, self.since = now - self.since, now
         self.losses.append(report.loss)
+        self.applied += report.applied
         self.micro_batches += self.engine.zero.options.micro_batches
         phases = {k: v - self.seconds.get(k, 0.0) for k, v in self.engine.seconds.items()}
         self.seconds = dict(self.engine.seconds)
         rate = report.weight / elapsed
         self._write(
             {
-                "step": len(self.losses) - 1,
+                "step": self.first + len(self.losses) - 1,
                 "loss": report.loss,
                 "grad_norm": report.grad_norm,
                 "lr": report.lr,
@@ -103,12 +113,13 @@ class RunLog:
             self.bar.set_postfix_str(text, refresh=False)
             self.bar.update()
             return
-        done = len(self.losses)
+        made = len(self.losses)
+        done = self.first + made
         if self.world.rank == 0 and (
-            now - self.last_line >= LINE_SECONDS or done in (1, self.steps)
+            now - self.last_line >= LINE_SECONDS or made == 1 or done == self.steps
         ):
             self.last_line = now
-            left = (now - self.begun) / done * (self.steps - done)
+            left = (now - self.begun) / made * (self.steps - done)
             print(f"step {done:>5}/{self.steps}  {text}  {_clock(left)} left", flush=True)
 
     def finish(self, **extra: Any) -> dict[str, Any]:
@@ -126,45 +137,75 @@ class RunLog:
         """
         if self.bar is not None:
             self.bar.close()
-        result = summary(self.engine, self.losses, self.micro_batches) | extra
+        result = summary(self) | extra
         self._write({"summary": True, **result})
-        if self.file is not None:
-            self.file.close()
+        self.close()
         self.world.print(table(result))
         return result
+
+    def close(self) -> None:
+        """Leave the run before its end, without a summary: to be gone on with."""
+        if self.bar is not None:
+            self.bar.close()
+        if self.file is not None:
+            self.file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
         if self.file is not None:
             print(json.dumps(_plain(entry)), file=self.file, flush=True)
 
 
-def summary(engine: Engine, losses: Sequence[float], micro_batches: int) -> dict[str, Any]:
+def _open_metrics(path: Path, first: int) -> TextIO:
+    """Open a file for metrics; those of steps before `first` stay in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a+" if first else "w")
+    if first:
+        file.seek(at := 0)
+        while (line := file.readline()) and _step_of(line) < first:
+            at = file.tell()
+        file.truncate(at)
+    return file
+
+
+def _step_of(line: str) -> float:
+    """Step of a line of metrics; infinity for a summary, and for what a kill has cut off."""
+    try:
+        return float(json.loads(line).get("step", math.inf))
+    except ValueError:
+        return math.inf
+
+
+def summary(log: RunLog) -> dict[str, Any]:
     """Collect what a run held and sent on every rank, measured and predicted, and its hashes.
 
     Returns
     -------
     dict
-        ``ranks``, ``stage``, ``wire``, ``mpi``, ``steps``, ``applied``, ``first_loss``,
-        ``last_loss``; ``offload``; ``held_bytes``, ``sent_bytes`` and ``moved_bytes``: by rank,
-        then by kind (and tier, if not the device), verb, or kind and tiers that it crosses,
+        ``ranks``, ``stage``, ``wire``, ``mpi``, ``offload``; ``first_step``, ``steps``,
+        ``first_loss`` and ``last_loss`` of the steps in the log; ``applied``, of all steps ever;
+        ``held_bytes``, ``sent_bytes`` and ``moved_bytes``: by rank, then by kind (and tier, if not
+        the device), verb, or kind and tiers that it crosses,
         ``{"measured": ..., "predicted": ...}``; ``peak_rss_bytes`` by rank; ``weights_sha256``,
         of the float32 masters as whole arrays in the order of their names, and ``state_sha256``,
         of masters and moments: they depend on neither the number of ranks, nor stage, nor tier.
     """
+    engine, losses = log.engine, log.losses
     zero, world = engine.zero, engine.world
     held, predicted_held = _held(engine)
     verbs = [v for v in VERBS if v != "broadcast"]
     run: dict[str, Any] = {
-        "applied": zero.applied,
-        "skipped": zero.skipped,
-        "micro_batches": micro_batches,
+        "applied": log.applied,
+        "skipped": len(losses) - log.applied,
+        "micro_batches": log.micro_batches,
         "path": [visit.unit for visit in engine.model.path],
     }
+    activations = engine.predicted_moves - log.moves_before
     want_sent = account.sent(zero.case, zero.stage, **run)
-    want_moved = account.moved(zero.case, zero.stage, **run, activations=engine.predicted_moves)
-    sent = [world.ledger.sent(v) for v in verbs]
-    moved = [zero.store.moved[("train", kind, *edge)] for kind in KINDS for edge in EDGES]
-    predicted_moved = [want_moved.get((kind, *edge), 0) for kind in KINDS for edge in EDGES]
+    want_moved = account.moved(zero.case, zero.stage, **run, activations=activations)
+    sent = [world.ledger.sent(v) - log.sent_before[v] for v in verbs]
+    movements = [("train", kind, *edge) for kind in KINDS for edge in EDGES]
+    moved = [zero.store.moved[key] - log.moved_before[key] for key in movements]
+    predicted_moved = [want_moved.get(key[1:], 0) for key in movements]
     predicted_sent = [want_sent[v] for v in verbs]
     peak_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     with world.ledger.within("inspect"):
@@ -187,6 +228,7 @@ def summary(engine: Engine, losses: Sequence[float], micro_batches: int) -> dict
         "reduce": world.reduce,
         "mpi": world.transport.name,
         "num_parameters": engine.model.num_parameters,
+        "first_step": log.first,
         "steps": len(losses),
         "applied": zero.applied,
         "first_loss": losses[0] if losses else math.nan,
@@ -242,8 +284,8 @@ def table(result: dict[str, Any]) -> str:
     psi = result["num_parameters"]
     sections = (
         ("held", "held_bytes", psi),
-        ("sent", "sent_bytes", psi * result["steps"]),
-        ("moved", "moved_bytes", psi * result["steps"]),
+        ("sent", "sent_bytes", psi * max(result["steps"], 1)),
+        ("moved", "moved_bytes", psi * max(result["steps"], 1)),
     )
     for title, key, per in sections:
         for name in result[key][0]:

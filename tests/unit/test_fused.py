@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import zeromp as zm
-from zeromp.runlog import summary
+from zeromp.runlog import RunLog, summary
 
 MODEL = zm.models.gpt(17, 2, 8, 2, 8)
 
@@ -19,6 +19,7 @@ def train(world, fused, stage=2, wire="bfloat16", rule=zm.AdamW, steps=4, clip=N
     engine = zm.Engine(
         MODEL, world=world, stage=stage, wire=wire, optimizer=rule(lr=0.05), fused=fused, **options
     )
+    log = RunLog(engine, steps)
     losses, norms = [], []
     for step in range(steps):
         lr = 0.05 / (1 + step)
@@ -27,8 +28,9 @@ def train(world, fused, stage=2, wire="bfloat16", rule=zm.AdamW, steps=4, clip=N
         losses.append(engine.backward(*batch(world.rank, step)))
         report = engine.step() if fused else engine.step(lr=lr)
         norms.append(report.grad_norm)
+        log.step(report)
         assert report.lr == lr
-    result = summary(engine, losses, steps)
+    result = summary(log)
     held = engine.zero.store.held["gradients"]
     engine.close()
     return losses, norms, result, held

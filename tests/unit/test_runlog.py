@@ -87,3 +87,35 @@ def test_a_skipped_step_is_null_in_json_and_counted(tmp_path):
 
 def test_num_bytes():
     assert [num_bytes(t) for t in ("600", "64k", "1.5G", "2M")] == [600, 64000, 1500000000, 2000000]
+
+
+def test_a_run_that_goes_on_continues_its_metrics(tmp_path):
+    """Steps 0 to 4, of which the last two and half a line are lost: the file is that of one run."""
+
+    def job(world):
+        path = tmp_path / "m.jsonl"
+        engine = zm.Engine(MODEL, world=world, stage=2, seed=3)
+        rng = np.random.default_rng(world.rank)
+
+        def steps(log, numbers):
+            for _ in numbers:
+                engine.backward(*rng.integers(0, 13, (2, 2, 5)))
+                log.step(engine.step())
+
+        first = zm.RunLog(engine, 8, path)
+        steps(first, range(5))
+        first.close()
+        if world.rank == 0:
+            lines = path.read_text().splitlines(keepends=True)
+            path.write_text("".join(lines) + lines[-1][:20])
+        world.barrier()
+        second = zm.RunLog(engine, 8, path, first=3)
+        steps(second, range(3, 8))
+        return second.finish()
+
+    result = zm.threads(2, job)[0]
+    *steps, last = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps] == list(range(8))
+    assert (last["first_step"], last["steps"], last["first_loss"]) == (3, 5, steps[3]["loss"])
+    for rank in result["sent_bytes"]:  # of the five steps of the second log alone
+        assert all(pair["measured"] == pair["predicted"] for pair in rank.values())

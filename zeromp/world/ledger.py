@@ -21,7 +21,7 @@ class Ledger:
     seconds : dict of verb to float
         Time spent inside collectives.
     section : str
-        Where entries go now: "setup", "train", "evaluate" or "inspect".
+        Where entries go now: "setup", "train", "evaluate", "inspect" or "checkpoint".
     """
 
     def __init__(self) -> None:

@@ -188,11 +188,11 @@ class World:
         self._exchange(mine, table)
         return table.reshape(self.size, mine.size)
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for all ranks; `what` says in what, should one not come."""
         if self.debug:
-            self._check_header("barrier")
-        with self.inside("barrier", ""):
+            self._check_header(what)
+        with self.inside(what, ""):
             self.transport.barrier()
 
     # ---- rules and errors on which all ranks agree -----------------------------------------------

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from zeromp import account
 from zeromp.adamw import Rule
 from zeromp.buckets import GradientPlan
-from zeromp.flat import Extent, Layout
+from zeromp.flat import Array, Extent, Layout
 from zeromp.stage3_parameters import SweepPlan
 from zeromp.stages import stage_of
 from zeromp.store import Placement
@@ -104,9 +104,11 @@ class Holders:
     def full(self, name: str) -> F32:
         """Parameter as stored, widened."""
         index, array, place = self.layout.find(name)
-        stored = self._unit(index, array.unit, self.parameters.arrays, self.parameters.extents)
+        stored = self._whole(
+            index, array, place, self.parameters.arrays[index], self.parameters.extents
+        )
         values = np.empty(array.size, np.float32)
-        convert(stored[place], values)
+        convert(stored, values)
         return values.reshape(array.shape)
 
     def master(self, name: str) -> F32:
@@ -114,33 +116,41 @@ class Holders:
         index, array, place = self.layout.find(name)
         if not array.trainable or self.optimizer.states[index].master is None:
             return self.full(name)
-        masters = [states.master for states in self.optimizer.states]
-        whole = self._unit(index, array.unit, masters, self.optimizer.extents)
-        return whole[place].reshape(array.shape).copy()
+        held = self.optimizer.states[index].master
+        return self._whole(index, array, place, held, self.optimizer.extents).reshape(array.shape)
 
     def moments(self, name: str) -> dict[str, F32]:
         """Optimizer states by kind; none of a frozen array."""
         index, array, place = self.layout.find(name)
         found: dict[str, F32] = {}
         if array.trainable:
-            for kind in self.optimizer.states[index].moments:
-                arrays = [states.moments[kind] for states in self.optimizer.states]
-                whole = self._unit(index, array.unit, arrays, self.optimizer.extents)
-                found[kind] = whole[place].reshape(array.shape).copy()
+            for kind, held in self.optimizer.states[index].moments.items():
+                whole = self._whole(index, array, place, held, self.optimizer.extents)
+                found[kind] = whole.reshape(array.shape)
         return found
 
-    def _unit(
-        self, index: int, unit: str, arrays: Sequence[Any], extents: Sequence[Extent]
+    def _whole(
+        self, index: int, array: Array, place: slice, held: Any, extents: Sequence[Extent]
     ) -> NDArray[Any]:
-        """Whole values of one unit in one flat; a collective where the holder has a shard."""
+        """Copy of one array, in the format held; a collective where ranks hold shards."""
         flat, extent = self.layout.flats[index], extents[index]
-        stored: NDArray[Any] = arrays[index][extent.spans[unit]]
-        held = np.empty(stored.size, stored.dtype)
+        unit = held[extent.spans[array.unit]]
+        if not extent.sharded or not array.size:
+            return self._copy(unit[place] if array.size else unit[:0])
+        edges = np.cumsum([0, *flat.counts[array.unit]]).clip(place.start, place.stop)
+        counts = np.diff(edges).tolist()
+        first = edges[self.world.rank] - flat.piece[array.unit].start
+        count = counts[self.world.rank]
+        mine = self._copy(unit[first : first + count] if count else unit[:0])
+        whole = np.empty(array.size, unit.dtype)
         with self.world.ledger.within("inspect"):
-            with self.world.together() if self.placement.on_disk else nullcontext():
-                self.store.read(stored, held)
-            if not extent.sharded or not flat.size(unit):
-                return held
-            whole = np.empty(flat.size(unit), held.dtype)
-            self.world.all_gather(held, whole, flat.counts[unit], unit)
+            self.world.all_gather(mine, whole, counts, array.unit)
         return whole
+
+    def _copy(self, stored: NDArray[Any]) -> NDArray[Any]:
+        """Copy of stored numbers; what can't be read is an error on all ranks."""
+        copy = np.empty(stored.size, stored.dtype)
+        together = self.world.together() if self.placement.on_disk else nullcontext()
+        with self.world.ledger.within("inspect"), together:
+            self.store.read(stored, copy)
+        return copy

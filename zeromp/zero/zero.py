@@ -5,18 +5,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zeromp.adamw import AdamW, Rule
+from zeromp.checkpoint.loading import LoadReport
+from zeromp.checkpoint.saving import Saver
 from zeromp.stage1_optimizer import ShardedOptimizer
 from zeromp.stage2_gradients import ShardedGradients
 from zeromp.stages import stage_of
 from zeromp.store import Placement
 from zeromp.wire import F32, format_of
 from zeromp.world import World, alike, alone
-from zeromp.zero import construct, given
+from zeromp.zero import construct, given, resume
 from zeromp.zero.asked import Asked
 from zeromp.zero.fused import Fused
 from zeromp.zero.holders import Holders
@@ -30,7 +33,7 @@ class Zero:
     """Parameters, gradients and optimizer states of N ranks, sharded as the stage says.
 
     Every method that communicates must be called on all ranks: `backward`, `step`, `full`,
-    `master`, `moments`, `gathered`, `sweep`.
+    `master`, `moments`, `gathered`, `sweep`, `save`, `load`, `finish_save`.
 
     Parameters
     ----------
@@ -113,6 +116,7 @@ class Zero:
         self._norm: float | None = None
         self._micro = MicroBatches(self.world, self.options.micro_batches)
         self.holders.load_initial(source)
+        self._saver = Saver(self.holders)
         self.world.ledger.section = "train"
 
     @property
@@ -250,6 +254,7 @@ class Zero:
             On all ranks, when `patience` steps in a row were skipped.
         """
         start = time.perf_counter()
+        self._saver.poll()
         if self._fused is not None:
             report = self._fused.finish(self._micro, self.loss_scaling.value)
             self._norm = report.grad_norm
@@ -296,6 +301,91 @@ class Zero:
         """Forget the gradients that have come since the last step."""
         self.gradients.clear()
         self._micro.clear()
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = None,
+        extra: dict[str, Any] | None = None,
+        rank_extra: Any = None,
+        wait: bool = True,
+        seed: int | None = None,
+    ) -> Path:
+        """Write a checkpoint; every rank writes its own pieces. Call on all ranks, between steps.
+
+        Parameters
+        ----------
+        directory : path
+            Gets a folder ``step-...`` for each checkpoint, and a file ``model.h5`` in which every
+            array of the newest can be read whole, by name, by any HDF5 tool.
+        keep : int or None
+            Complete checkpoints to keep, this one included; None keeps all.
+        extra : dict or None
+            JSON values to be given back by `load`, equal on all ranks: the place in the data, say.
+        rank_extra : object
+            JSON values of this rank alone, such as the state of a random generator.
+        wait : bool
+            False returns as soon as the numbers are copied; a thread writes them. The checkpoint is
+            complete after the step at which all ranks have written, or after `finish_save`, and an
+            error shows up there.
+        seed : int or None
+            For the record.
+
+        Returns
+        -------
+        Path
+            The checkpoint's folder.
+
+        Raises
+        ------
+        OSError
+            On all ranks, if one can't write; checkpoints before this one are untouched.
+        """
+        with self.world.ledger.within("checkpoint"):
+            request = resume.request(self, directory, keep, extra, rank_extra, seed)
+            return self._saver.save(request, wait)
+
+    def finish_save(self) -> Path | None:
+        """Wait for a ``save(..., wait=False)``; its folder, or None if all are complete."""
+        return self._saver.finish()
+
+    def load(
+        self,
+        directory: str | Path,
+        *,
+        weights_only: bool = False,
+        if_exists: bool = False,
+        verify: bool = True,
+    ) -> LoadReport | None:
+        """Continue from a checkpoint of any number of ranks, stage and wire. Call on all ranks.
+
+        Parameters
+        ----------
+        directory : path
+            One checkpoint's folder, or the folder of many: then the newest that is sound is taken,
+            and a line on rank 0 says which ones are not, and why.
+        weights_only : bool
+            Take masters and parameters alone: moments and counters start at zero.
+        if_exists : bool
+            Start afresh, and say so, if there is no checkpoint. An error otherwise.
+        verify : bool
+            Compare checksums before anything is changed: every file is read once more.
+
+        Returns
+        -------
+        LoadReport or None
+            None if it starts afresh.
+
+        Raises
+        ------
+        FileNotFoundError, Broken, Mismatch
+            On all ranks: there is none; a file is missing or damaged; it is of another model.
+        """
+        self._saver.finish()
+        return resume.load(self, directory, weights_only, if_exists, verify)
 
     # ---- what it knows ---------------------------------------------------------------------------
 
