@@ -30,7 +30,7 @@ def arguments():
     )
     parser.add_argument("--size", type=float, default=40.0, help="million parameters (default 40)")
     parser.add_argument("--repeat", type=int, default=7, help="of each measurement (default 7)")
-    parser.add_argument("--quick", action="store_true", help="8 million parameters, 3 repetitions")
+    parser.add_argument("--quick", action="store_true", help="20 million parameters, 3 repetitions")
     parser.add_argument("--dir", type=Path, help="where to write (default: the temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     return parser.parse_args()
@@ -83,7 +83,7 @@ def status(field):
 
 def main():
     args = arguments()
-    size, repeat = (8.0, 3) if args.quick else (args.size, args.repeat)
+    size, repeat = (20.0, 3) if args.quick else (args.size, args.repeat)
     zero = build(size * 1e6)
     folder = Path(tempfile.mkdtemp(dir=args.dir))
     try:
