@@ -23,7 +23,8 @@ from zeromp.checkpoint.folders import folder_name, new_folder, prune, rank_name,
 from zeromp.checkpoint.held import Held, Part, own_parts
 from zeromp.checkpoint.reading import Checkpoint
 from zeromp.checkpoint.record import MASTER, File, Record, master_image, segments_of
-from zeromp.checkpoint.writing import Live, SecondSlot, Snapshot, write_rank_file
+from zeromp.checkpoint.snapshot import CopyOnWrite, Live, Snapshot
+from zeromp.checkpoint.writing import write_rank_file
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Saver:
                     extra = np.frombuffer(request.rank_extra, np.uint8)
                     parts = [*own_parts(self.held)]
                     parts.append(Part(Dataset("extra", "bytes", extra.size), [extra]))
-                    kind = Live if wait else SecondSlot
+                    kind = Live if wait else CopyOnWrite
                     snapshot: Snapshot = kind(parts, self.held.store)
             except Exception:
                 self._undo(folder)

@@ -3,10 +3,9 @@
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,75 +25,9 @@ from zeromp.checkpoint.files import (
 )
 from zeromp.checkpoint.held import Part
 from zeromp.checkpoint.record import File
-from zeromp.store import Store
+from zeromp.checkpoint.snapshot import FileRange, Snapshot
 
 FLUSH_BYTES = 2**24  # the disk is told to start on every 16 MiB, while the next are prepared
-
-FileRange = tuple[str | Path, int, int]  # of an array on disk: path, offset, bytes
-
-
-class Snapshot(Protocol):
-    """The numbers to be written, as they were at the call of save."""
-
-    parts: list[Part]
-
-    def tile(self, view: NDArray[Any], buffer: NDArray[Any]) -> NDArray[Any]:
-        """Numbers of a view of a tile at most; in `buffer`, if they need room."""
-
-    def file_range(self, view: NDArray[Any]) -> FileRange | None:
-        """Where a view lies on disk, if it does."""
-
-    def close(self) -> None:
-        """All is written."""
-
-
-class Live:
-    """The stored numbers themselves: nothing may change them until all is written."""
-
-    def __init__(self, parts: Sequence[Part], store: Store) -> None:
-        self.parts, self.store = list(parts), store
-
-    def tile(self, view: NDArray[Any], buffer: NDArray[Any]) -> NDArray[Any]:
-        """Read a tile into the buffer."""
-        self.store.read(view, buffer)
-        return buffer
-
-    def file_range(self, view: NDArray[Any]) -> FileRange | None:
-        """Where the store keeps a view."""
-        place = self.store.file_range(view)
-        return None if place is None else (place[0].path, place[1], view.nbytes)
-
-    def close(self) -> None:
-        """Nothing to give back."""
-
-
-class SecondSlot:
-    """A copy of all numbers, so that training may go on: entered in the ledger as buffers."""
-
-    def __init__(self, parts: Sequence[Part], store: Store) -> None:
-        self.store = store
-        self.num_bytes = sum(view.nbytes for part in parts for view in part.views)
-        store.enter("buffers", self.num_bytes)
-        self.parts = [Part(part.dataset, [self._copy(v) for v in part.views]) for part in parts]
-
-    def _copy(self, view: NDArray[Any]) -> NDArray[Any]:
-        copy = np.empty(view.shape, view.dtype)
-        for part in tiles(view.size, view.itemsize):
-            self.store.read(view[part], copy[part])
-        return copy
-
-    def tile(self, view: NDArray[Any], buffer: NDArray[Any]) -> NDArray[Any]:  # noqa: ARG002
-        """Return the copy itself."""
-        return view
-
-    def file_range(self, view: NDArray[Any]) -> None:  # noqa: ARG002
-        """Copies are in memory."""
-        return
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.parts.clear()
-        self.store.leave("buffers", self.num_bytes)
 
 
 def write_rank_file(path: Path, snapshot: Snapshot, attributes: dict[str, Any]) -> File:

@@ -77,7 +77,7 @@ class Walk:
                     started += 1
                 slot, buffers = _arrived(reading) if ranges else (None, Buffers())
                 table, groups = self._cut(low, high)
-                for tell in before_overwrite:
+                for tell in tuple(before_overwrite):
                     for array in self._overwritten(table, low, high):
                         tell(array)
                 yield self._tile(buffers, ranges, table, low), table, groups

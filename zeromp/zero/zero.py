@@ -328,9 +328,9 @@ class Zero:
         rank_extra : object
             JSON values of this rank alone, such as the state of a random generator.
         wait : bool
-            False returns as soon as the numbers are copied; a thread writes them. The checkpoint is
-            complete after the step at which all ranks have written, or after `finish_save`, and an
-            error shows up there.
+            False returns at once; a thread writes the numbers, and those that the next step is
+            about to change are copied first. The checkpoint is complete after the step at
+            which all ranks have written, or after `finish_save`; an error shows up there.
         seed : int or None
             For the record.
 
@@ -491,6 +491,8 @@ class Zero:
         with self.world.together():
             if unit not in self.layout.units:
                 unit = self.layout.find(self._own_name(unit))[1].unit
+        if edit:
+            self._saver.finish()
         names = [a.name for a in self.layout.arrays if a.unit == unit]
         values = {name: self.master(name) if edit else self.full(name) for name in names}
         for array in values.values():
