@@ -4,8 +4,9 @@
 
 Each victim resumes from the newest checkpoint, trains and saves in a loop, on two ranks. After each
 kill the newest complete checkpoint must verify, load, and hold the numbers that were in memory when
-it was saved. Victims are forks of this process, so that a kill costs no start of Python. Prints how
-many kills hit a save, and the last step.
+it was saved. Victims are forks of this process, so that a kill costs no start of Python. A victim
+is killed in its second save, at a fraction of the time that its first has taken, so that a slow
+machine makes no difference. Prints how many kills left half a save, and the last step.
 """
 
 import hashlib
@@ -39,34 +40,38 @@ def digest(zero):
     return found.hexdigest()
 
 
-def victim(world, folder, tell):
+def victim(world, folder, background, tell):
     zero = build(world)
     zero.load(folder, if_exists=True)
     for turn in range(10**6):
         saved.train(zero, CUTS, 1)
         extra = {"applied": zero.applied, "digest": digest(zero)}
         os.write(tell, b".")
-        zero.save(folder, keep=2, extra=extra, wait=turn % 2 == 0)
+        zero.save(folder, keep=2, extra=extra, wait=turn % 2 == background)
+        os.write(tell, b".")
 
 
-def kill_one(folder, ranks, delay):
+def kill_one(folder, ranks, background, fraction):
     """Whether the kill has left a half-written checkpoint behind."""
     ready, tell = os.pipe()
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
-            zm.threads(ranks, lambda world: victim(world, folder, tell))
+            zm.threads(ranks, lambda world: victim(world, folder, background, tell))
         finally:
             traceback.print_exc()
             os._exit(1)
-    os.read(ready, 1)
-    time.sleep(delay)
+    os.close(tell)
+    times = []
+    for _ in range(3 * ranks):  # the start and end of a save, and the next start, on each rank
+        assert os.read(ready, 1), "the victim has ended"
+        times.append(time.monotonic())
+    time.sleep(fraction * (times[2 * ranks - 1] - times[0]))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the victim died of something else"
     os.close(ready)
-    os.close(tell)
     steps = [path for path in folder.glob("step-*") if not (path / "model.h5").exists()]
     return bool(steps or list(folder.rglob("*.part")))
 
@@ -92,7 +97,7 @@ def main():
     build(zm.alone())  # compiled before the first fork
     hits, last = 0, 0
     for _ in range(kills):
-        hits += kill_one(folder, random.choice((1, 2)), random.uniform(0, 0.15))
+        hits += kill_one(folder, random.choice((1, 2)), random.randrange(2), random.uniform(0, 1.2))
         if any(folder.glob("step-*/model.h5")):
             applied = check(folder)
             assert applied >= last, "a committed checkpoint is gone"
