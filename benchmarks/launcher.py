@@ -128,14 +128,14 @@ def _commands(case, job):
 
 
 def mpiexec(python):
-    """The launcher of an interpreter: $MPIEXEC, the one in its environment, or that on PATH."""
-    if "MPIEXEC" in os.environ:
-        return os.environ["MPIEXEC"].split()
+    """The launcher of an interpreter: the one beside it, $MPIEXEC, or that on PATH."""
     beside = Path(python).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
+    if beside.exists():
+        return [str(beside)]
+    found = os.environ.get("MPIEXEC") or shutil.which("mpiexec")
+    if not found:
         raise SystemExit(f"no mpiexec beside {python} or on PATH: set MPIEXEC")
-    return [found]
+    return found.split()
 
 
 def interpreters():

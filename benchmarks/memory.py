@@ -18,8 +18,8 @@ PEERS = ("zero1", "fsdp2", "fsdp2-bf16")
 
 def all_cases(options):
     """Stages 1 and 3, and the peers."""
-    size = "XXS" if options.quick else "M"
-    told = {"warmup": 1, "steps": 1, "ranks": RANKS, "watch": True}
+    size, ranks = ("XXS", 2) if options.quick else ("M", RANKS)
+    told = {"warmup": 1, "steps": 1, "ranks": ranks, "watch": True}
     found = [
         cases.zeromp(f"{size}/stage {stage}/bfloat16", size, stage, "bfloat16", **told)
         for stage in (1, 3)

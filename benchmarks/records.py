@@ -31,7 +31,7 @@ def arguments(description, runs=5, **flags):
     add = parser.add_argument
     add("--runs", type=int, default=runs, help=f"runs of each case (default {runs})")
     add("--seconds", type=float, default=float("inf"), help="start no run after so many seconds; the next call goes on")  # fmt: skip # noqa: E501
-    add("--only", default=[], nargs="+", metavar="TEXT", help="only cases whose name contains one of these")  # fmt: skip # noqa: E501
+    add("--only", default=[], nargs="+", metavar="TEXT", help="only cases whose name starts so")  # fmt: skip # noqa: E501
     add("--show", action="store_true", help="run nothing, show what has been collected")
     add("--quick", action="store_true", help="small sizes, one run each: does it work?")
     add("--out", type=Path, default=HERE / "results", help="folder of records (default benchmarks/results)")  # fmt: skip # noqa: E501
@@ -51,7 +51,7 @@ def collect(bench, cases, options):
     origin = {"code": code(), "machine": machine()}
     records = [r for r in read(path) if {k: r[k] for k in origin} == origin]
     counts = Counter(record["case"] for record in records)
-    cases = [c for c in cases if not options.only or any(t in c.name for t in options.only)]
+    cases = [c for c in cases if not options.only or c.name.startswith(tuple(options.only))]
     start, broken = time.monotonic(), set()
     while not options.show and time.monotonic() - start < options.seconds:
         waiting = [c for c in cases if c.name not in broken and counts[c.name] < options.runs]
