@@ -62,7 +62,7 @@ class Case:
 def run(case):
     """Run a job, and return what its rank 0 reports, with the time that all of it took."""
     job = uuid.uuid4().hex
-    with turn(), tempfile.TemporaryFile("w+") as told:
+    with tempfile.TemporaryFile("w+") as told:
         start = time.time()
         processes = [
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=told, text=True)
@@ -158,16 +158,28 @@ def has(python, module):
     return subprocess.run([python, "-c", question], capture_output=True).returncode == 0
 
 
-@contextlib.contextmanager
-def turn():
-    """Hold $ZEROMP_BENCH_LOCK during a job, where others share the machine and hold it too."""
-    path = os.environ.get("ZEROMP_BENCH_LOCK")
-    if not path:
-        yield
-        return
-    with open(path, "a") as lock:  # noqa: PTH123 - any path that flock(1) takes
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+class Turn:
+    """Holds $ZEROMP_BENCH_LOCK during jobs, where others share the machine and hold it too.
+
+    It is kept from job to job, since a lock that many want is long in coming, but not for long.
+    """
+
+    def __init__(self):
+        path = os.environ.get("ZEROMP_BENCH_LOCK")
+        self.file = Path(path).open("a") if path else None  # noqa: SIM115 - open between jobs
+        self.since = None
+
+    def take(self):
+        """Wait for the lock, unless it is held already."""
+        if self.file and self.since is None:
+            fcntl.flock(self.file, fcntl.LOCK_EX)
+            self.since = time.monotonic()
+
+    def pass_on(self, after=0.0):
+        """Release the lock if it has been held for so many seconds."""
+        if self.file and self.since is not None and time.monotonic() - self.since >= after:
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+            self.since = None
 
 
 def _end(processes):

@@ -21,6 +21,7 @@ from pathlib import Path
 import launcher
 
 HERE = Path(__file__).resolve().parent
+TURN_S = 30  # a shared machine's lock is passed on after the first job that ends later
 
 
 def arguments(description, runs=5, **flags):
@@ -52,7 +53,7 @@ def collect(bench, cases, options):
     records = [r for r in read(path) if {k: r[k] for k in origin} == origin]
     counts = Counter(record["case"] for record in records)
     cases = [c for c in cases if not options.only or c.name.startswith(tuple(options.only))]
-    start, broken = time.monotonic(), set()
+    start, broken, turn = time.monotonic(), set(), launcher.Turn()
     while not options.show and time.monotonic() - start < options.seconds:
         waiting = [c for c in cases if c.name not in broken and counts[c.name] < options.runs]
         if not waiting:
@@ -60,16 +61,20 @@ def collect(bench, cases, options):
         case = min(waiting, key=lambda c: counts[c.name])
         counts[case.name] += 1
         print(f"{bench}: {case.name}, run {counts[case.name]}", file=sys.stderr, flush=True)
+        turn.take()
         try:
             result = launcher.run(case)
         except launcher.Failed as error:
             print(f"{case.name}: {error}", file=sys.stderr, flush=True)
             broken.add(case.name)
             continue
+        finally:
+            turn.pass_on(after=TURN_S)
         at = time.strftime("%Y-%m-%d %H:%M:%S")
         records.append({"case": case.name, **origin, "at": at, **result})
         with path.open("a") as file:
             file.write(json.dumps(records[-1]) + "\n")
+    turn.pass_on()
     names = {case.name for case in cases}
     return [record for record in records if record["case"] in names]
 
