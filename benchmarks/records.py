@@ -52,7 +52,8 @@ def collect(bench, cases, options):
     origin = {"code": code(), "machine": machine()}
     records = [r for r in read(path) if {k: r[k] for k in origin} == origin]
     counts = Counter(record["case"] for record in records)
-    cases = [c for c in cases if not options.only or c.name.startswith(tuple(options.only))]
+    wanted = tuple(options.only) or ("",)
+    cases = [case for case in cases if case.name.startswith(wanted)]
     start, broken, turn = time.monotonic(), set(), launcher.Turn()
     while not options.show and time.monotonic() - start < options.seconds:
         waiting = [c for c in cases if c.name not in broken and counts[c.name] < options.runs]
@@ -75,8 +76,7 @@ def collect(bench, cases, options):
         with path.open("a") as file:
             file.write(json.dumps(records[-1]) + "\n")
     turn.pass_on()
-    names = {case.name for case in cases}
-    return [record for record in records if record["case"] in names]
+    return [record for record in records if record["case"].startswith(wanted)]
 
 
 def read(path):

@@ -10,6 +10,8 @@ matrices with NumPy at once: the share of that rate which a step reaches leaves 
 machine happens to be.
 """
 
+from dataclasses import replace
+
 import cases
 import records
 
@@ -40,13 +42,10 @@ def profiles(options):
     """One step of each case in each function."""
     for case in all_cases(options):
         if case.mpi:
-            told = case.settings | {"profile": True, "steps": 1}
-            yield cases.zeromp(
-                f"{case.name}", told.pop("size"), told.pop("stage"), told.pop("wire"), **told
-            )
+            yield replace(case, settings=case.settings | {"profile": True, "steps": 1})
 
 
-def ratios(runs, found):
+def ratios(found):
     """Each case's tokens per second and share of the GEMM rate over those of its yardsticks."""
     rows = {}
     for name in found:
@@ -77,9 +76,10 @@ def show(records_, options):
     """Print tables by size, and save the results."""
     found = records.medians(records_, "tokens_per_s", "step_s", "share_of_gemm", "cpu_s")
     runs = records.by_case(records_)
-    compared = ratios(runs, found)
+    compared = ratios(found)
     rows, phases = [], []
-    for name in sorted(found, key=lambda n: (list(SIZES).index(n[:2].strip("/")), n) if not n.startswith("XXS") else (0, n)):  # fmt: skip # noqa: E501
+    sizes = ["XXS", *SIZES]
+    for name in sorted(found, key=lambda n: (sizes.index(n.split("/")[0]), n)):
         size, item = name.split("/")[0], found[name]
         reference = f"{size}/ddp" if f"{size}/ddp" in runs else f"{size}/stage 1/float32"
         off = largest_difference(runs[name], runs[reference]) if reference in runs else None
