@@ -66,8 +66,11 @@ def shapes(shape):
 
 
 def weights(shape, seed=SEED):
-    """Yield name and initial values: matrices normal with 0.02, those that write to the residual
-    stream with 0.02 / sqrt(2 L), norms 1, biases 0."""
+    """Yield each parameter's name and initial values, as GPT-2 draws them.
+
+    Matrices are normal with 0.02, those that write to the residual stream with 0.02 / sqrt(2 L);
+    norms are 1, biases 0.
+    """
     rng = np.random.default_rng(seed)
     for name, of_array in shapes(shape).items():
         if len(of_array) == 2:
