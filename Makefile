@@ -30,9 +30,12 @@ export OMPI_MCA_rmaps_base_oversubscribe := 1
 
 mpirun = $(crowd) $(MPIEXEC) -n $(1) $(RUN)
 
+BENCHES := $(filter adam collectives offload checkpoint startup memory scaling step,\
+             $(sort $(notdir $(basename $(wildcard benchmarks/*.py)))))
+
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-unit lint types floors size clean launcher
+.PHONY: help train test test-unit lint types floors bench size clean launcher
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +65,11 @@ types: $(READY) ## types of the package
 
 floors: $(READY) ## imports go down only
 	@$(VENV)/bin/lint-imports
+
+bench: $(BENCHES:%=bench-%) ## measure speed and memory: see docs/benchmarks.md; QUICK=1 only tries
+
+bench-%: $(READY) ## one benchmark, as in `make bench-adam`; ARGS="--help" lists the flags
+	@$(RUN) benchmarks/$*.py $(if $(QUICK),--quick) $(ARGS)
 
 size: ## lines per module
 	@find zeromp -name '*.py' -exec wc -l {} + | sort -n
