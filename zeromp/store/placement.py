@@ -41,7 +41,10 @@ class Placement:
                     f"offload={text!r}: {wrong[0]!r} must be THING=TIER, as in "
                     "optimizer=disk,gradients=host"
                 )
-            chosen = dict(part.split("=") for part in parts)
+            pairs = [[word.strip() for word in part.split("=")] for part in parts]
+            chosen = dict(pairs)
+            if len(chosen) < len(pairs):
+                raise ValueError(f"offload={text!r} names a thing twice")
         else:
             chosen = dict(text)
         for thing, tier in chosen.items():
@@ -49,8 +52,8 @@ class Placement:
                 raise ValueError(f"offload: {thing!r} is unknown: use {', '.join(things)}")
             if tier not in TIERS:
                 raise ValueError(f"offload: {thing}={tier!r} is no tier: use {', '.join(TIERS)}")
-        if tile < PAGE:
-            raise ValueError(f"offload_tile={tile} must be at least {PAGE} elements")
+        if not isinstance(tile, int) or tile < PAGE:
+            raise ValueError(f"offload_tile={tile!r} must be a whole number, at least {PAGE}")
         return cls(**chosen, tile=tile)
 
     def check(self, stage: int, recompute: bool | None = None) -> None:

@@ -54,12 +54,16 @@ class Holders:
         with world.together():
             construct.check_budget(self.case, stage, options.device_memory)
         self.store = construct.make_store(world, self.placement, options)
-        with world.together():
-            self.parameters = row.parameters(layout, self.store, world, sweep_plan)
-            self.gradients = row.gradients(layout, self.store, world, gradient_plan)
-            self.optimizer = row.optimizer(
-                layout, self.store, rule, group_of, self.gradients, self.parameters
-            )
+        try:
+            with world.together():
+                self.parameters = row.parameters(layout, self.store, world, sweep_plan)
+                self.gradients = row.gradients(layout, self.store, world, gradient_plan)
+                self.optimizer = row.optimizer(
+                    layout, self.store, rule, group_of, self.gradients, self.parameters
+                )
+        except Exception:
+            self.store.close()  # leave no files of what was not built
+            raise
 
     # ---- values in -------------------------------------------------------------------------------
 
