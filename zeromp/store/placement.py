@@ -7,6 +7,7 @@ KINDS = ("parameters", "gradients", "master", "m", "v", "buffers", "activations"
 TIERS = ("device", "host", "disk")
 
 PAGE = 4096
+TILE = 2**19  # elements: as fast as larger ones, in less memory (benchmarks/offload.py)
 TILE_SLOTS = 4  # tiles of the streaming update that are read, updated and written at a time
 READ_AHEAD = 3  # units whose pieces are read from disk ahead of the one that is gathered
 
@@ -28,10 +29,10 @@ class Placement:
     gradients: str = "device"
     parameters: str = "device"
     activations: str = "device"
-    tile: int = 2**20
+    tile: int = TILE
 
     @classmethod
-    def parse(cls, text: str | Mapping[str, str], tile: int = 2**20) -> "Placement":
+    def parse(cls, text: str | Mapping[str, str], tile: int = TILE) -> "Placement":
         """Read ``"optimizer=disk,gradients=host"``, or a dict of the same; ValueError if wrong."""
         things = ("optimizer", "gradients", "parameters", "activations")
         if isinstance(text, str):
