@@ -14,10 +14,10 @@ and gradients in memory. In turn, in one process and on the same bytes of the sa
 
 *warm*: the file is in the page cache and clean; what is written stays there. *cold*: the cache is
 dropped before, and all is on the disk (fdatasync) at the end. *direct*: past the cache (O_DIRECT),
-which is always cold. Medians; ranges beside them. DeepSpeed's figures are without fdatasync, as is
-`returned`: the time after which the update's call came back. `of plain` is plain / update: above 1 the update
+which is always cold. Medians; ranges beside them. `of plain` is plain / update: above 1 the update
 is faster, since it reads and writes at a time. `hidden` is the part of the kernel's time that the
-update does not add to plain.
+update does not add to plain. `returned` is the time after which the update's call came back, before
+fdatasync, of which DeepSpeed does none: its figures are compared with that.
 """
 
 import argparse

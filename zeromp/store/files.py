@@ -10,6 +10,7 @@ truncated files where a mapped read would die: nothing in zeromp touches the map
 import errno
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -79,8 +80,9 @@ class MappedFile:
             ) as file:
                 yield file
         except (OSError, RuntimeError) as error:
+            found = re.search(r"errno = (\d+)", str(error))  # h5py has it in its text alone
             raise OSError(
-                getattr(error, "errno", None) or errno.EIO,
+                int(found[1]) if found else getattr(error, "errno", None) or errno.EIO,
                 f"{self.path} can't be written, with {_free(self.path.parent):,} bytes free on its "
                 f"disk: {error}",
             ) from error

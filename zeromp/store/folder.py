@@ -104,28 +104,50 @@ class JobFolder:
 
 
 def remove_dead(base: Path, own: Path) -> list[Path]:
-    """Remove the files of ranks that have died, and folders that are empty then; not in `own`."""
+    """Remove the files of ranks that have died, and folders that are empty then; not in `own`.
+
+    Other jobs come and go meanwhile, and clean too: what has gone already is no error.
+    """
     removed: list[Path] = []
-    for sign in base.glob(f"{PREFIX}*/*{SUFFIX}"):
-        if sign.parent == own:
+    for folder in _listed(base):
+        if not folder.name.startswith(PREFIX) or folder == own:
             continue
-        with contextlib.suppress(OSError):
-            descriptor = os.open(sign, os.O_RDWR)
-            try:
-                if _lock(descriptor):
-                    removed += _remove(sign.parent, sign.name.removesuffix(SUFFIX))
-                    sign.unlink(missing_ok=True)
-            finally:
-                os.close(descriptor)
-    for folder in base.glob(f"{PREFIX}*"):
+        for sign in _listed(folder):
+            if sign.name.endswith(SUFFIX):
+                removed += _remove_if_dead(sign)
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
     return removed
 
 
+def _remove_if_dead(sign: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(sign, os.O_RDWR)
+        try:
+            if _lock(descriptor):
+                found = _remove(sign.parent, sign.name.removesuffix(SUFFIX))
+                sign.unlink(missing_ok=True)
+                return found
+        finally:
+            os.close(descriptor)
+    return []
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in a folder; nothing if it is none, or has gone."""
+    try:
+        return [folder / name for name in os.listdir(folder)]  # noqa: PTH208 - all at once
+    except OSError:
+        return []
+
+
 def _remove(folder: Path, stem: str) -> list[Path]:
-    """Remove the data of a rank, or with an empty stem all that is there."""
-    found = list(folder.glob(f"{stem}*.h5" if stem else "rank*"))
+    """Remove the data of a rank, or with an empty stem all that ranks have."""
+    found = [
+        path
+        for path in _listed(folder)
+        if path.name.startswith(stem or "rank") and (path.name.endswith(".h5") or not stem)
+    ]
     for path in found:
         path.unlink(missing_ok=True)
     return found

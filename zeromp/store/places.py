@@ -59,7 +59,3 @@ class Places:
         if place is None or place.file is None:
             return None
         return place.file, place.at(view)
-
-    def count(self, kind: str) -> int:
-        """Arrays of a kind."""
-        return sum(place.kind == kind for place in self._sorted)

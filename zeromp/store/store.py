@@ -83,6 +83,7 @@ class Store:
         self._numa_node = numa_node
         self._places = Places()
         self.file_range = self._places.on_disk
+        self._named: Counter[str] = Counter()  # datasets of each kind
         self._staging = np.empty(0, np.uint8)
         self._slots: list[Slot] = []
 
@@ -149,7 +150,8 @@ class Store:
         return self.memory(num_bytes)
 
     def _name(self, kind: str) -> str:
-        number = self._places.count(kind)
+        number = self._named[kind]
+        self._named[kind] += 1
         return f"{kind}.{number}" if number else kind
 
     # ---- copies ----------------------------------------------------------------------------------

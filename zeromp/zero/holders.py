@@ -69,17 +69,24 @@ class Holders:
 
     def load_initial(self, source: Source) -> None:
         """Take this rank's part of each unit's values, which must be the same on all ranks."""
-        digests = []
-        with self.world.together():
-            for unit in self.layout.units:
-                values = source.values(unit)
-                digest = hashlib.sha256()
-                for name, array in values.items():
-                    construct.check_finite(name, array)
-                    digest.update(np.ascontiguousarray(array).tobytes())
-                digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
-                self.load(unit, values)
-        self.world.same("initial values", "\n".join(digests))
+        try:
+            digests: list[str] = []
+            with self.world.together():
+                for unit in self.layout.units:
+                    digests.append(self._load_initial(unit, source.values(unit)))
+            self.world.same("initial values", "\n".join(digests))
+        except Exception:
+            self.store.close()
+            raise
+
+    def _load_initial(self, unit: str, values: Mapping[str, F32]) -> str:
+        """Load a unit; returns a line on which ranks must agree."""
+        digest = hashlib.sha256()
+        for name, array in values.items():
+            construct.check_finite(name, array)
+            digest.update(np.ascontiguousarray(array).tobytes())
+        self.load(unit, values)
+        return f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}"
 
     def load(self, unit: str, values: Mapping[str, F32]) -> None:
         """Set masters and stored parameters of a unit from its whole values."""
