@@ -43,7 +43,7 @@ class Disk:
         if way not in WAYS:
             raise ValueError(f"offload_io={way!r} is unknown: use {', '.join(WAYS)}")
         self.folder = JobFolder(Path(base), job, rank, keep)
-        self._closer = weakref.finalize(self, _leave, self.folder)
+        self._closer = weakref.finalize(self, self.folder.close)
         before_abort.append(self.folder.abandon)
         self._files: list[MappedFile] = []
         self._about = {"num_ranks": num_ranks, "rank": rank, "job": job}
@@ -98,6 +98,8 @@ class Disk:
         for file in self._files:
             file.close()
         self._closer()
+        with contextlib.suppress(ValueError):
+            before_abort.remove(self.folder.abandon)
 
 
 class Trial:
@@ -132,12 +134,6 @@ class Trial:
             return not direct
         self.open = False
         return self.rates[True] > self.rates[False]
-
-
-def _leave(folder: JobFolder) -> None:
-    folder.close()
-    with contextlib.suppress(ValueError):
-        before_abort.remove(folder.abandon)
 
 
 def _clean_on_terminate() -> None:

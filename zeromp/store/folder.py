@@ -97,10 +97,15 @@ class JobFolder:
             self.path.rmdir()  # the last rank's
 
     def abandon(self) -> None:
-        """Remove the files of all ranks, which the launcher is about to kill: on this node."""
-        if self._lock >= 0 and not self.keep:
+        """Remove the files of all ranks on this node, which the launcher is about to kill.
+
+        Also where this rank's have gone already, at its exit.
+        """
+        if not self.keep:
             _remove(self.path, "")
             self.close()
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
 
 def remove_dead(base: Path, own: Path) -> list[Path]:
