@@ -6,6 +6,7 @@ test expects is never what the code computes; a `Zero` is handed in.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from reference import adamw, clip_factor
 
 import zeromp as zm
+from zeromp.runlog import RunLog, summary
 
 F64 = NDArray[np.float64]
 Cuts = Mapping[str, Any] | Sequence[int]
@@ -156,3 +158,12 @@ def state(zero: Any) -> dict[str, NDArray[np.float32]]:
     for kind in zero.rule.states:
         found[kind] = whole(lambda name, kind=kind: zero.moments(name)[kind], zero.names)
     return found
+
+
+def summary_of(engine: Any, micro_batches: int) -> dict[str, Any]:
+    """Summary of all that an Engine has done since it was made. Call on all ranks."""
+    log = RunLog(engine, 0)
+    log.sent_before, log.moved_before, log.moves_before = Counter(), Counter(), 0
+    log.losses = [0.0] * engine.zero.attempts
+    log.applied, log.micro_batches = engine.applied, micro_batches
+    return summary(log)

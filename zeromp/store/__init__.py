@@ -2,8 +2,9 @@
 
 from zeromp.store import numa
 from zeromp.store.disk import Disk
+from zeromp.store.ledger import OverBudget
 from zeromp.store.placement import KINDS, TIERS, Placement, page_up
 from zeromp.store.stack import Stack
-from zeromp.store.store import OverBudget, Store
+from zeromp.store.store import Store
 
 __all__ = ["KINDS", "TIERS", "Disk", "OverBudget", "Placement", "Stack", "Store", "numa", "page_up"]

@@ -1,5 +1,6 @@
 """The disk tier of one rank: its files, two threads that move bytes, and the choice of how."""
 
+import contextlib
 import signal
 import sys
 import threading
@@ -31,8 +32,7 @@ class Disk:
         Name of the job, the same on all its ranks and on no other job's.
     rank, num_ranks : int
     way : {"auto", "cached", "direct"}
-        Through the page cache, past it, or whichever has been faster: "auto" times one update each
-        way (the second and the third), and keeps to the better.
+        Through the page cache, past it, or whichever has been faster: see `Trial`.
     keep : bool
         Leave the files at the end.
     """
@@ -42,23 +42,21 @@ class Disk:
     ) -> None:
         if way not in WAYS:
             raise ValueError(f"offload_io={way!r} is unknown: use {', '.join(WAYS)}")
-        self.keep = keep
-        self.folder = JobFolder(Path(base), job, rank)
+        self.folder = JobFolder(Path(base), job, rank, keep)
+        self._closer = weakref.finalize(self, self.folder.close)
+        before_abort.append(self.folder.abandon)
         self._files: list[MappedFile] = []
-        self._closer = weakref.finalize(self, _close, self.folder, self._files, keep)
         self._about = {"num_ranks": num_ranks, "rank": rank, "job": job}
         self.states = self._open(".h5")
         self.activations: MappedFile | None = None
         self._room = (0, 0)  # offset and bytes for activations
         self.workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="zeromp-disk")
+        self.trial = Trial(way == "auto" and self.states.can_be_direct)
         self.way = way
-        self.seconds: dict[str, float] = {}  # of one update, by way
-        self._updates = 0
         if way == "direct":
             if not self.states.can_be_direct:
                 raise OSError(f"{base}: this file system has no O_DIRECT: use offload_io=cached")
             self.states.direct = True
-        before_abort.append(self._closer)
         _clean_on_terminate()
 
     def _open(self, suffix: str) -> MappedFile:
@@ -70,45 +68,72 @@ class Disk:
         if self.activations is not None:
             if self._room[1] >= num_bytes:
                 return self.activations, self._room[0]
+            self._files.remove(self.activations)
             self.activations.close()
             self.activations.path.unlink(missing_ok=True)
-        self.activations = self._open("-activations.h5")
-        _, offset = self.activations.add(
-            "activations", num_bytes, np.uint8, {"kind": "activations"}
-        )
-        self._room = (offset, num_bytes)
-        return self.activations, offset
+            self.activations, self._room = None, (0, 0)
+        file = self._open("-activations.h5")
+        try:
+            _, offset = file.add("activations", num_bytes, np.uint8, {"kind": "activations"})
+        except OSError:
+            self._files.remove(file)
+            file.close()
+            file.path.unlink(missing_ok=True)
+            raise
+        self.activations, self._room = file, (offset, num_bytes)
+        return file, offset
 
     def start(self, call: Any, *arguments: Any) -> "Future[None]":
         """Let a worker thread do something."""
         return self.workers.submit(call, *arguments)
 
-    # ---- cached or direct ------------------------------------------------------------------------
-
     def note_update(self, num_bytes: int, seconds: float) -> None:
         """Take in how long an update has taken, and decide how the next one moves its bytes."""
-        self._updates += 1
-        if self.way != "auto" or not self.states.can_be_direct or num_bytes < WORTH_A_TRIAL:
-            return
-        if self._updates == 2:
-            self.seconds["cached"] = seconds
-            self.states.direct = True
-        elif self._updates == 3:
-            self.seconds["direct"] = seconds
-            self.states.direct = self.seconds["direct"] < self.seconds["cached"]
+        if self.way == "auto":
+            self.states.direct = self.trial.next(self.states.direct, num_bytes, seconds)
 
     def close(self) -> None:
-        """Remove the files, or leave them where `keep` says so."""
+        """Remove the files, or leave them where `keep` says so; may be called again."""
         self.workers.shutdown()
+        for file in self._files:
+            file.close()
         self._closer()
-        if self._closer in before_abort:
-            before_abort.remove(self._closer)
+        with contextlib.suppress(ValueError):
+            before_abort.remove(self.folder.abandon)
 
 
-def _close(folder: JobFolder, files: list[MappedFile], keep: bool) -> None:
-    for file in files:
-        file.close()
-    folder.close(keep)
+class Trial:
+    """Times updates each way, and keeps to the better one.
+
+    Attributes
+    ----------
+    rates : dict of bool to float
+        Bytes per second, direct or not, as far as tried.
+    """
+
+    def __init__(self, open: bool) -> None:
+        self.open = open
+        self.rates: dict[bool, float] = {}
+        self._warm = False
+        self._moved, self._seconds = 0, 0.0
+
+    def next(self, direct: bool, num_bytes: int, seconds: float) -> bool:
+        """Whether the next update should be direct, given how this one was, and its figures."""
+        if not self.open:
+            return direct
+        self._moved += num_bytes
+        self._seconds += seconds
+        if self._moved < WORTH_A_TRIAL:
+            return direct
+        rate, self._moved, self._seconds = self._moved / self._seconds, 0, 0.0
+        if not self._warm:  # the first update draws memory and fills the cache
+            self._warm = True
+            return direct
+        self.rates[direct] = rate
+        if len(self.rates) < 2:
+            return not direct
+        self.open = False
+        return self.rates[True] > self.rates[False]
 
 
 def _clean_on_terminate() -> None:

@@ -7,6 +7,7 @@ KINDS = ("parameters", "gradients", "master", "m", "v", "buffers", "activations"
 TIERS = ("device", "host", "disk")
 
 PAGE = 4096
+TILE = 2**19  # elements: as fast as larger ones, in less memory (benchmarks/offload.py)
 TILE_SLOTS = 4  # tiles of the streaming update that are read, updated and written at a time
 READ_AHEAD = 3  # units whose pieces are read from disk ahead of the one that is gathered
 
@@ -28,10 +29,10 @@ class Placement:
     gradients: str = "device"
     parameters: str = "device"
     activations: str = "device"
-    tile: int = 2**20
+    tile: int = TILE
 
     @classmethod
-    def parse(cls, text: str | Mapping[str, str], tile: int = 2**20) -> "Placement":
+    def parse(cls, text: str | Mapping[str, str], tile: int = TILE) -> "Placement":
         """Read ``"optimizer=disk,gradients=host"``, or a dict of the same; ValueError if wrong."""
         things = ("optimizer", "gradients", "parameters", "activations")
         if isinstance(text, str):
@@ -41,7 +42,10 @@ class Placement:
                     f"offload={text!r}: {wrong[0]!r} must be THING=TIER, as in "
                     "optimizer=disk,gradients=host"
                 )
-            chosen = dict(part.split("=") for part in parts)
+            pairs = [[word.strip() for word in part.split("=")] for part in parts]
+            chosen = dict(pairs)
+            if len(chosen) < len(pairs):
+                raise ValueError(f"offload={text!r} names a thing twice")
         else:
             chosen = dict(text)
         for thing, tier in chosen.items():
@@ -49,8 +53,8 @@ class Placement:
                 raise ValueError(f"offload: {thing!r} is unknown: use {', '.join(things)}")
             if tier not in TIERS:
                 raise ValueError(f"offload: {thing}={tier!r} is no tier: use {', '.join(TIERS)}")
-        if tile < PAGE:
-            raise ValueError(f"offload_tile={tile} must be at least {PAGE} elements")
+        if not isinstance(tile, int) or tile < PAGE:
+            raise ValueError(f"offload_tile={tile!r} must be a whole number, at least {PAGE}")
         return cls(**chosen, tile=tile)
 
     def check(self, stage: int, recompute: bool | None = None) -> None:

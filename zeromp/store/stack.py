@@ -35,6 +35,9 @@ class Stack:
     disk : Disk or None
     cross : callable
         Enters bytes that cross between tiers: ``cross(kind, num_bytes, source, target)``.
+    memory : callable or None
+        ``memory(num_bytes)`` draws host memory that is bound to a NUMA node; None takes arrays as
+        they come, since to the host all memory is alike.
 
     Attributes
     ----------
@@ -48,7 +51,9 @@ class Stack:
         sizes: Sequence[int],
         disk: Disk | None,
         cross: Callable[[str, int, str, str], None],
+        memory: Callable[[int], NDArray[np.uint8]] | None = None,
     ) -> None:
+        self._memory = memory if tier == "host" else None
         self.tier, self.num_bytes, self._cross = tier, 0, cross
         self._kept: list[Kept] = []
         self._disk, self._file, self._at = disk, None, 0
@@ -67,6 +72,9 @@ class Stack:
             self._file.write(self._at, np.ascontiguousarray(array))
             self._at += page_up(array.nbytes)
             kept.array = None
+        elif self._memory is not None:
+            kept.array = self._memory(array.nbytes).view(array.dtype).reshape(array.shape)
+            kept.array[...] = array
         self._kept.append(kept)
         return kept
 

@@ -17,12 +17,10 @@ On device and host these hand out the arrays themselves; on disk they move bytes
 """
 
 import json
-from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -30,52 +28,17 @@ from numpy.typing import NDArray
 
 from zeromp.adamw import Arrays
 from zeromp.store import numa
+from zeromp.store.ahead import Pieces, Slot, read_ahead
 from zeromp.store.disk import Disk
-from zeromp.store.files import MappedFile, aligned
-from zeromp.store.placement import (
-    KINDS,
-    READ_AHEAD,
-    TIERS,
-    Placement,
-    crossings,
-    page_up,
-    slot_count,
-    tile_bytes,
-)
+from zeromp.store.files import aligned
+from zeromp.store.ledger import Ledger
+from zeromp.store.placement import READ_AHEAD, Placement, page_up, slot_count, tile_bytes
+from zeromp.store.places import Place, Places
 from zeromp.store.stack import Stack
 from zeromp.store.tiles import Tile, Walk
+from zeromp.wire import FORMATS
 
-Slots = list[NDArray[np.uint8]]
-
-
-class OverBudget(MemoryError):
-    """An array does not fit into the device's budget; says who holds what."""
-
-
-class Held:
-    """Bytes on one tier.
-
-    Attributes
-    ----------
-    held, peak : Counter of str to int
-        Bytes held now, and at most so far, of each kind in `KINDS`.
-    """
-
-    def __init__(self) -> None:
-        self.held: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
-
-
-@dataclass(frozen=True)
-class _Place:
-    """An array that is not on the device: its address, kind and tier, and where on disk."""
-
-    start: int
-    stop: int
-    kind: str
-    tier: str
-    file: MappedFile | None
-    offset: int
+FORMAT_OF = {f.dtype.name: f.name for f in FORMATS.values()}  # 16-bit floats are bits to NumPy
 
 
 class Store:
@@ -95,9 +58,10 @@ class Store:
 
     Attributes
     ----------
-    tiers : dict of str to Held
-    moved : Counter of (section, kind, source, target) to int
-        Bytes that have crossed from one tier to the next.
+    ledger : Ledger
+        Its verbs are the store's, too: `enter`, `leave`, `holding`, `check` and `cross`.
+    tiers, moved
+        The ledger's.
     before_overwrite : list of callable
         Called with each stored array of the optimizer, or tile of it, just before it is changed.
     """
@@ -110,14 +74,18 @@ class Store:
         numa_node: int | None = None,
         section: Callable[[], str] = lambda: "train",
     ) -> None:
-        self.budget, self.placement, self.disk = budget, placement or Placement(), disk
-        self.tiers = {tier: Held() for tier in TIERS}
-        self.moved: Counter[tuple[str, str, str, str]] = Counter()
+        self.placement, self.disk = placement or Placement(), disk
+        self.ledger = ledger = Ledger(budget, section)
+        self.tiers, self.moved, self.cross = ledger.tiers, ledger.moved, ledger.cross
+        self.enter, self.leave = ledger.enter, ledger.leave
+        self.check, self.holding = ledger.check, ledger.holding
         self.before_overwrite: list[Callable[[NDArray[Any]], None]] = []
-        self._numa_node, self._section = numa_node, section
-        self._places: list[_Place] = []  # sorted by address
+        self._numa_node = numa_node
+        self._places = Places()
+        self.file_range = self._places.on_disk
+        self._named: Counter[str] = Counter()  # datasets of each kind
         self._staging = np.empty(0, np.uint8)
-        self._slots: Slots = []
+        self._slots: list[Slot] = []
 
     @property
     def held(self) -> Counter[str]:
@@ -128,48 +96,6 @@ class Store:
     def peak(self) -> Counter[str]:
         """Bytes held on the device at most, by kind."""
         return self.tiers["device"].peak
-
-    # ---- the ledger ------------------------------------------------------------------------------
-
-    def enter(self, kind: str, num_bytes: int, tier: str = "device") -> None:
-        """Enter bytes that someone is about to hold; OverBudget if they do not fit."""
-        self.check(kind, num_bytes, tier)
-        account = self.tiers[tier]
-        account.held[kind] += num_bytes
-        account.peak[kind] = max(account.peak[kind], account.held[kind])
-
-    def check(self, kind: str, num_bytes: int, tier: str = "device") -> None:
-        """Raise OverBudget, with who holds what, unless that many more bytes fit."""
-        assert kind in KINDS, kind
-        held = self.held.total()
-        if tier == "device" and self.budget is not None and held + num_bytes > self.budget:
-            parts = [f"{kind} {size:,}" for kind, size in self.held.items() if size]
-            raise OverBudget(
-                f"{num_bytes:,} bytes of {kind} do not fit: held are "
-                f"{', '.join(parts) or 'none'} ({held:,} bytes) of a budget of "
-                f"{self.budget:,} bytes. Climb to a higher stage, offload, use more ranks, "
-                "recompute activations, or take a smaller micro-batch or model."
-            )
-
-    def leave(self, kind: str, num_bytes: int, tier: str = "device") -> None:
-        """Take out bytes that were entered."""
-        held = self.tiers[tier].held
-        assert held[kind] >= num_bytes, (kind, held[kind], num_bytes)
-        held[kind] -= num_bytes
-
-    @contextmanager
-    def holding(self, kind: str, num_bytes: int, tier: str = "device") -> Iterator[None]:
-        """Enter bytes for the duration of a block."""
-        self.enter(kind, num_bytes, tier)
-        try:
-            yield
-        finally:
-            self.leave(kind, num_bytes, tier)
-
-    def cross(self, kind: str, num_bytes: int, source: str, target: str) -> None:
-        """Enter bytes that move from one tier to another, over each boundary on their way."""
-        for low, high in crossings(source, target):
-            self.moved[self._section(), kind, low, high] += num_bytes
 
     # ---- arrays ----------------------------------------------------------------------------------
 
@@ -203,13 +129,13 @@ class Store:
         if tier == "disk":
             assert self.disk is not None
             file = self.disk.states
-            array, offset = file.add(self._name(kind), size, dtype, _about(kind, spans or {}))
+            array, offset = file.add(
+                self._name(kind), size, dtype, _about(kind, dtype, spans or {})
+            )
         else:
             array = self.memory(num_bytes).view(dtype)
         if size:
-            start = array.ctypes.data
-            self._places.append(_Place(start, start + num_bytes, kind, tier, file, offset))
-            self._places.sort(key=lambda place: place.start)
+            self._places.add(Place(array, kind, tier, file, offset))
         return array
 
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
@@ -224,41 +150,25 @@ class Store:
         return self.memory(num_bytes)
 
     def _name(self, kind: str) -> str:
-        number = sum(place.kind == kind for place in self._places)
+        number = self._named[kind]
+        self._named[kind] += 1
         return f"{kind}.{number}" if number else kind
-
-    def _find(self, view: NDArray[Any]) -> _Place | None:
-        """Place of a stored array, or of a slice of it; None on the device."""
-        if not self._places or not view.size:
-            return None
-        address = view.ctypes.data
-        index = bisect_right(self._places, address, key=lambda place: place.start) - 1
-        if index >= 0 and address < self._places[index].stop:
-            return self._places[index]
-        return None
-
-    def file_range(self, view: NDArray[Any]) -> tuple[MappedFile, int] | None:
-        """File and offset of stored numbers that lie on disk; None for others."""
-        place = self._find(view)
-        if place is None or place.file is None:
-            return None
-        return place.file, place.offset + view.ctypes.data - place.start
 
     # ---- copies ----------------------------------------------------------------------------------
 
     def read(self, view: NDArray[Any], into: NDArray[Any]) -> None:
         """Copy stored numbers to memory; `view` is an array from `empty`, or a slice of one."""
-        place = self._find(view)
+        place = self._places.find(view)
         if place is not None and place.file is not None:
-            place.file.read(place.offset + view.ctypes.data - place.start, into)
+            place.file.read(place.at(view), into)
         else:
             np.copyto(into, view, casting="no")
 
     def write(self, values: NDArray[Any], view: NDArray[Any]) -> None:
         """Copy numbers from memory to where they are stored."""
-        place = self._find(view)
+        place = self._places.find(view)
         if place is not None and place.file is not None:
-            place.file.write(place.offset + view.ctypes.data - place.start, values)
+            place.file.write(place.at(view), values)
         else:
             np.copyto(view, values, casting="no")
 
@@ -273,7 +183,7 @@ class Store:
 
         `target` is the tier on which they are used.
         """
-        place = self._find(view)
+        place = self._places.find(view)
         if place is None:
             return view
         self.cross(place.kind, view.nbytes, place.tier, target)
@@ -293,7 +203,7 @@ class Store:
         keep : bool
             Hand out what is stored, to be added to; else the content is undefined.
         """
-        place = self._find(view)
+        place = self._places.find(view)
         if place is None:
             yield view
             return
@@ -310,15 +220,15 @@ class Store:
 
     # ---- streams ---------------------------------------------------------------------------------
 
-    def slots(self, kind: str, num_bytes: int, number: int) -> Slots:
+    def slots(self, kind: str, num_bytes: int, number: int) -> list[Slot]:
         """Buffers for `ahead`; none where a kind is in memory."""
         if self.placement.tier(kind) != "disk":
             return []
         return [self.buffer(num_bytes) for _ in range(number + READ_AHEAD)]
 
     def ahead(
-        self, items: Iterable[tuple[str, dict[int, NDArray[Any]]]], slots: Slots
-    ) -> Iterator[tuple[str, dict[int, NDArray[Any]]]]:
+        self, items: Iterable[tuple[str, Pieces]], slots: list[Slot]
+    ) -> Iterator[tuple[str, Pieces]]:
         """Bring stored pieces to the device, one item after another.
 
         Parameters
@@ -328,28 +238,21 @@ class Store:
         slots : list
             From `slots`: as many items may be in use at a time as that was told.
 
-        Yields
-        ------
-        str, dict of int to ndarray
-            The name, and the same numbers in memory.
+        Returns
+        -------
+        iterator of (str, dict of int to ndarray)
+            The names, and the same numbers in memory.
         """
-        waiting: deque[tuple[str, dict[int, NDArray[Any]], Any]] = deque()
-        ring = cycle(slots or [None])
-        for name, views in items:
-            waiting.append((name, *self._start_reading(views, next(ring))))
-            if len(waiting) > (READ_AHEAD if slots else 0):
-                yield _arrived(*waiting.popleft())
-        while waiting:
-            yield _arrived(*waiting.popleft())
+        return read_ahead(items, slots, self._start_reading)
 
     def _start_reading(
-        self, views: dict[int, NDArray[Any]], slot: NDArray[np.uint8] | None
-    ) -> tuple[dict[int, NDArray[Any]], Any]:
+        self, views: Pieces, slot: Slot | None
+    ) -> tuple[Pieces, "Future[None] | None"]:
         """Start to read views into a slot; those in memory are counted and handed on."""
         here, pairs, at = {}, [], 0
         for index, view in views.items():
             here[index] = view
-            place = self._find(view)
+            place = self._places.find(view)
             if place is None:
                 continue
             self.cross(place.kind, view.nbytes, place.tier, "device")
@@ -406,7 +309,7 @@ class Store:
         """
         operands, size = arrays.operands(), high - low
         for array, _, mode in operands:
-            place = self._find(array)
+            place = self._places.find(array)
             tier = place.tier if place else "device"
             kind = place.kind if place else ("gradients" if mode == "r" else "parameters")
             if "r" in mode:
@@ -421,7 +324,8 @@ class Store:
 
     def stack(self, sizes: Sequence[int]) -> Stack:
         """Return a place for activations of these many bytes each, put there in this order."""
-        return Stack(self.placement.activations, sizes, self.disk, self.cross)
+        memory = None if self._numa_node is None else self.memory
+        return Stack(self.placement.activations, sizes, self.disk, self.cross, memory)
 
     def close(self) -> None:
         """Remove this rank's files from the disk, unless they are to be kept."""
@@ -429,17 +333,10 @@ class Store:
             self.disk.close()
 
 
-def _about(kind: str, spans: Mapping[str, slice]) -> dict[str, Any]:
+def _about(kind: str, dtype: Any, spans: Mapping[str, slice]) -> dict[str, Any]:
     """Attributes of an array on disk: what it is, and where in it each unit's part lies."""
     return {
         "kind": kind,
+        "format": FORMAT_OF.get(np.dtype(dtype).name, np.dtype(dtype).name),
         "units": json.dumps({unit: [span.start, span.stop] for unit, span in spans.items()}),
     }
-
-
-def _arrived(
-    name: str, here: dict[int, NDArray[Any]], read: Any
-) -> tuple[str, dict[int, NDArray[Any]]]:
-    if read is not None:
-        read.result()
-    return name, here

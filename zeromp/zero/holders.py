@@ -55,28 +55,39 @@ class Holders:
         with world.together():
             construct.check_budget(self.case, stage, options.device_memory)
         self.store = construct.make_store(world, self.placement, options)
-        with world.together():
-            self.parameters = row.parameters(layout, self.store, world, sweep_plan)
-            self.gradients = row.gradients(layout, self.store, world, gradient_plan)
-            self.optimizer = row.optimizer(
-                layout, self.store, rule, group_of, self.gradients, self.parameters
-            )
+        try:
+            with world.together():
+                self.parameters = row.parameters(layout, self.store, world, sweep_plan)
+                self.gradients = row.gradients(layout, self.store, world, gradient_plan)
+                self.optimizer = row.optimizer(
+                    layout, self.store, rule, group_of, self.gradients, self.parameters
+                )
+        except Exception:
+            self.store.close()  # leave no files of what was not built
+            raise
 
     # ---- values in -------------------------------------------------------------------------------
 
     def load_initial(self, source: Source) -> None:
         """Take this rank's part of each unit's values, which must be the same on all ranks."""
-        digests = []
-        with self.world.together():
-            for unit in self.layout.units:
-                values = source.values(unit)
-                digest = hashlib.sha256()
-                for name, array in values.items():
-                    construct.check_finite(name, array)
-                    digest.update(np.ascontiguousarray(array).tobytes())
-                digests.append(f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}")
-                self.load(unit, values)
-        self.world.same("initial values", "\n".join(digests))
+        try:
+            digests: list[str] = []
+            with self.world.together():
+                for unit in self.layout.units:
+                    digests.append(self._load_initial(unit, source.values(unit)))
+            self.world.same("initial values", "\n".join(digests))
+        except Exception:
+            self.store.close()
+            raise
+
+    def _load_initial(self, unit: str, values: Mapping[str, F32]) -> str:
+        """Load a unit; returns a line on which ranks must agree."""
+        digest = hashlib.sha256()
+        for name, array in values.items():
+            construct.check_finite(name, array)
+            digest.update(np.ascontiguousarray(array).tobytes())
+        self.load(unit, values)
+        return f"unit {unit} with {', '.join(values)}: {digest.hexdigest()[:16]}"
 
     def load(self, unit: str, values: Mapping[str, F32]) -> None:
         """Set masters and stored parameters of a unit from its whole values."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp.flat import group_by_size
+from zeromp.store.placement import TILE
 from zeromp.wire import F32
 
 Match = Sequence[str] | str | Callable[[str, tuple[int, ...]], bool]
@@ -108,7 +109,7 @@ class Options:
     fused: bool = False
     offload: str | Mapping[str, str] = ""
     offload_dir: str | Path | None = None
-    offload_tile: int = 2**20
+    offload_tile: int = TILE
     offload_io: str = "auto"
     keep_offload: bool = False
     host_numa_node: int | None = None
