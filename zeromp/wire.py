@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -166,6 +166,43 @@ def fold(pieces, factor, out):  # type: ignore[no-untyped-def]  # (N * n,), scal
             piece = pieces[rank * n + start : rank * n + start + size]
             for i in range(size):
                 total[i] += widen(piece[i])
+        target = out[start : start + size]
+        for i in range(size):
+            target[i] = narrow(target[i], total[i] * factor)
+
+
+@intrinsic
+def _pointer(_context: Any, address: Any, like: Any) -> Any:
+    """Pointer to numbers of the type that the array `like` holds."""
+    if address != types.int64 or not isinstance(like, types.Array):
+        return None
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(address, like), generate
+
+
+_FROM_TO = [(a, b) for a in _EACH for b in _EACH if "float32" in (a, b) or a == b]
+
+
+@kernel(*(f"void(int64[::1], {a}[::1], float32, {b}[::1])" for a, b in _FROM_TO))
+def fold_at(addresses, like, factor, out):  # type: ignore[no-untyped-def]  # (N,), any, scalar, (n,)
+    """Do as `fold` does with N pieces that lie at addresses, and hold numbers of `like`'s type."""
+    block = 2048
+    sums = np.empty(block, np.float32)
+    for start in range(0, out.size, block):
+        size = min(block, out.size - start)
+        total = sums[:size]
+        for rank in range(addresses.size):
+            piece = carray(_pointer(addresses[rank], like), start + size)[start:]
+            if rank == 0:
+                for i in range(size):
+                    total[i] = widen(piece[i])
+            else:
+                for i in range(size):
+                    total[i] += widen(piece[i])
         target = out[start : start + size]
         for i in range(size):
             target[i] = narrow(target[i], total[i] * factor)
