@@ -1,7 +1,7 @@
 """Where arrays live, and the ledger of what is held: memory, within an optional budget."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("parameters", "gradients", "master", "m", "v", "buffers", "activations")
+SENDABLE = ("parameters", "gradients", "buffers")
 
 
 class OverBudget(MemoryError):
@@ -22,6 +23,9 @@ class Store:
     ----------
     budget : int or None
         Bytes that this rank may hold; None sets no limit.
+    sendable : callable
+        Returns zeroed memory, ``sendable(size, dtype)``, for what is sent to other ranks or made of
+        what they send; a collective, perhaps.
 
     Attributes
     ----------
@@ -29,8 +33,11 @@ class Store:
         Bytes held now, and at most so far, of each kind in `KINDS`.
     """
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(
+        self, budget: int | None = None, sendable: Callable[[int, Any], NDArray[Any]] = np.zeros
+    ) -> None:
         self.budget = budget
+        self.sendable = sendable
         self.held: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
 
@@ -43,7 +50,7 @@ class Store:
             If it does not fit; nothing is allocated then.
         """
         self.enter(kind, size * np.dtype(dtype).itemsize)
-        return np.zeros(size, dtype)
+        return self.sendable(size, dtype) if kind in SENDABLE else np.zeros(size, dtype)
 
     def enter(self, kind: str, num_bytes: int) -> None:
         """Enter bytes that someone is about to hold; OverBudget if they do not fit."""

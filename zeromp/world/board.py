@@ -14,7 +14,6 @@ A rank that waits spins for some microseconds, then yields its core, then sleeps
 it has waited: with more ranks than cores, the one that it waits for may need this very core.
 """
 
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +34,8 @@ HEAD_BYTES = 32  # int64: number, what, window, offset
 NOTE_BYTES = SLOT_BYTES - HEAD_BYTES
 BOARD_BYTES = SLOTS * SLOT_BYTES
 SPINS = 2000  # a few microseconds
-YIELD_SECONDS = 0.001
+YIELDS = 50
+AWAKE_SECONDS = 0.001
 LONGEST_SLEEP = 0.001
 
 
@@ -74,35 +74,68 @@ def _copy(_context: Any, target: Any, source: Any, size: Any) -> Any:
     return types.void(target, source, size), generate
 
 
-@kernel("void(int64, int64, int64, int64, int64)")
-def _post(slot, number, what, window, offset):  # type: ignore[no-untyped-def]
+_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64, int64)")
+def _post(slot, number, what, window, offset, note, size):  # type: ignore[no-untyped-def]
+    if size > 0:
+        _copy(slot + HEAD_BYTES, note, size)
     _store(slot + 8, what)
     _store(slot + 16, window)
     _store(slot + 24, offset)
     _store(slot, number)
 
 
-@kernel("boolean(int64[::1], int64, int64, int64, int64[:, ::1])")
-def _arrived(boards, slot, number, spins, table):  # type: ignore[no-untyped-def]  # (L,), ..., (L, 3)
-    """Copy the heads of a slot from all boards, unless one of them has not been posted yet."""
+@kernel("int64(int64[::1], int64, int64, int64, int64, int64[:, ::1])")
+def _arrived(boards, slot, number, spins, yields, table):  # type: ignore[no-untyped-def]
+    """Copy the heads of a slot from all boards once they are posted.
+
+    Returns 0 if one has not been posted yet, 1 if all are about the same, and 2 if they are not.
+    """
+    same = 1
     for rank in range(boards.size):
         place = boards[rank] + slot
-        left = spins
+        tries = 0
         while _load(place) < number:
-            left -= 1
-            if left < 0:
-                return False
+            tries += 1
+            if tries > spins:
+                if tries > spins + yields:
+                    return 0
+                _yield()
         for i in range(3):
             table[rank, i] = _load(place + 8 + 8 * i)
-    return True
+        if table[rank, 0] != table[0, 0]:
+            same = 2
+    return same
 
 
-@kernel("void(int64[::1], int64[::1], int64[::1])")
-def copy_all(sources, targets, sizes):  # type: ignore[no-untyped-def]  # (n,) addresses and bytes
-    """Copy n ranges of memory, in order."""
-    for i in range(sizes.size):
-        if sizes[i] > 0:
-            _copy(targets[i], sources[i], sizes[i])
+@kernel("void(int64, int64, int64)")
+def copy_bytes(source, target, size):  # type: ignore[no-untyped-def]
+    """Copy memory from address to address."""
+    if size > 0:
+        _copy(target, source, size)
+
+
+@kernel("void(int64[::1], int64, int64)")
+def _notes(slots, size, target):  # type: ignore[no-untyped-def]
+    for rank in range(slots.size):
+        _copy(target + rank * size, slots[rank] + HEAD_BYTES, size)
+
+
+@kernel("void(int64[::1], int64[::1], int64[::1], int64, int64, int64, int64, int64)")
+def copy_pieces(places, starts, sizes, low, high, itemsize, target, own):  # type: ignore[no-untyped-def]
+    """Copy elements low to high of all pieces but one's own into the whole at `target`.
+
+    `places` is where the neighbours' elements low lie, `starts` where their pieces begin in the
+    whole. It begins with the one after one's own: not all read the same neighbour at once.
+    """
+    for i in range(1, places.size):
+        rank = (own + i) % places.size
+        count = min(sizes[rank], high) - low
+        if count > 0:
+            to = target + (starts[rank] + low) * itemsize
+            _copy(to, places[rank], count * itemsize)
 
 
 class Board:
@@ -116,46 +149,59 @@ class Board:
         From which byte on.
     index : int
         This rank's place in its node.
+    differ : callable
+        Called with the heads of a message that is not about the same on all ranks.
     poke : callable
         Called now and then while waiting long, for what must go on meanwhile.
     """
 
-    def __init__(self, window: Window, offset: int, index: int, poke: Callable[[], Any]) -> None:
-        self.mine = window.segment[offset : offset + BOARD_BYTES]
+    def __init__(
+        self,
+        window: Window,
+        offset: int,
+        index: int,
+        differ: Callable[[NDArray[np.int64]], None],
+        poke: Callable[[], Any],
+    ) -> None:
         self.boards = window.bases + offset
         self.address = int(self.boards[index])
-        self.poke = poke
+        self.differ, self.poke = differ, poke
+        self.heads = np.empty((self.boards.size, 3), np.int64)
         self.posted = 0
 
-    def post(self, what: int, window: int = 0, offset: int = 0, note: bytes = b"") -> int:
+    def post(
+        self, what: int, window: int = 0, offset: int = 0, note: NDArray[Any] | None = None
+    ) -> int:
         """Post the next message, and return its number."""
         self.posted += 1
-        slot = self.posted % SLOTS * SLOT_BYTES
-        if note:
-            start = slot + HEAD_BYTES
-            self.mine[start : start + len(note)] = np.frombuffer(note, np.uint8)
-        _post(self.address + slot, self.posted, what, window, offset)
+        slot = self.address + self.posted % SLOTS * SLOT_BYTES
+        if note is None:
+            _post(slot, self.posted, what, window, offset, 0, 0)
+        else:
+            first = note.__array_interface__["data"][0]
+            _post(slot, self.posted, what, window, offset, first, note.nbytes)
         return self.posted
 
     def wait(self, number: int) -> NDArray[np.int64]:
-        """Wait until all have posted a message; return its (what, window, offset) by rank."""
-        slot = number % SLOTS * SLOT_BYTES
-        table = np.empty((self.boards.size, 3), np.int64)
-        if not _arrived(self.boards, slot, number, SPINS, table):
-            start = time.perf_counter()
-            while not _arrived(self.boards, slot, number, 0, table):
-                waited = time.perf_counter() - start
-                if waited < YIELD_SECONDS:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(waited / 10, LONGEST_SLEEP))
-                    self.poke()
-        return table
+        """Wait until all have posted a message; return its heads (what, window, offset), by rank.
 
-    def notes(self, number: int, into: NDArray[np.uint8]) -> None:
-        """Read what all ranks have noted in a message; `into` has shape (L, bytes)."""
-        ranks, size = into.shape
-        sources = self.boards + (number % SLOTS * SLOT_BYTES + HEAD_BYTES)
-        first = into.__array_interface__["data"][0]
-        targets = first + size * np.arange(ranks, dtype=np.int64)
-        copy_all(sources, targets, np.full(ranks, size, np.int64))
+        They are overwritten by the next call.
+        """
+        slot = number % SLOTS * SLOT_BYTES
+        state = _arrived(self.boards, slot, number, SPINS, YIELDS, self.heads)
+        start = 0.0
+        while not state:  # now and then in Python, so that signals and other threads get a turn
+            start = start or time.perf_counter()
+            waited = time.perf_counter() - start
+            if waited > AWAKE_SECONDS:
+                time.sleep(min(waited / 10, LONGEST_SLEEP))
+                self.poke()
+            state = _arrived(self.boards, slot, number, 0, YIELDS, self.heads)
+        if state == 2:
+            self.differ(self.heads)
+        return self.heads
+
+    def notes(self, number: int, into: NDArray[Any]) -> None:
+        """Write what all ranks have noted in a message, of equal sizes, one after the other."""
+        slots = self.boards + number % SLOTS * SLOT_BYTES
+        _notes(slots, into.nbytes // slots.size, into.__array_interface__["data"][0])

@@ -130,8 +130,8 @@ class NodeMemory:
         small = 4 * reach <= CHUNK_BYTES
         fitting = (
             w
-            for w in self.windows.values()
-            if small and w.common == common and 0 < w.used <= CHUNK_BYTES - reach
+            for w in self._drawn_upon()
+            if small and w.common == common and w.used + reach <= w.segment.size
         )
         window = next(fitting, None)
         if window is None:
@@ -152,7 +152,7 @@ class NodeMemory:
 
     def _tell(self, num_bytes: int) -> list[int]:
         """Exchange sizes with the neighbours; free windows, or start anew, that none uses."""
-        told = list(self.windows.values())[1 : 1 + MOST_TOLD]  # the first is the transport's own
+        told = self._drawn_upon()[:MOST_TOLD]
         dead = sum(1 << i for i, window in enumerate(told) if window.live == 0)
         table = np.empty((self.size, 2), np.int64)
         self.comm.Allgather(np.array([num_bytes, dead], np.int64), table)
@@ -165,6 +165,9 @@ class NodeMemory:
         if gone:
             self._sort()
         return [int(n) for n in table[:, 0]]
+
+    def _drawn_upon(self) -> list[Window]:
+        return list(self.windows.values())[1:]  # the first is the transport's own
 
     def _sort(self) -> None:
         own = sorted((int(w.bases[self.rank]), w.number) for w in self.windows.values())

@@ -28,7 +28,7 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from zeromp import wire
-from zeromp.world.board import BOARD_BYTES, NOTE_BYTES, SLOTS, Board, copy_all
+from zeromp.world.board import BOARD_BYTES, NOTE_BYTES, SLOTS, Board, copy_bytes, copy_pieces
 from zeromp.world.errors import alike
 from zeromp.world.memory import NodeMemory
 from zeromp.world.topology import Topology
@@ -72,12 +72,14 @@ class SharedTransport:
         window.segment[: 2 * BOARD_BYTES] = 0
         node.Barrier()
         # Two boards: messages between the start of a gather and its end do not take its slot.
-        self.board = Board(window, 0, self.sharer, self._poke)
-        self.starts = Board(window, BOARD_BYTES, self.sharer, self._poke)
+        self.board = Board(window, 0, self.sharer, self._differ, self._poke)
+        self.starts = Board(window, BOARD_BYTES, self.sharer, self._differ, self._poke)
         self.lobby = window.segment[2 * BOARD_BYTES :]
         self.lobbies = window.bases + 2 * BOARD_BYTES
         self.crossed_bytes = 0
         self._flying: deque[_Gather] = deque()
+        self._cuts: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
+        self._nears: dict[Any, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
 
     def empty(self, size: int, dtype: Any) -> NDArray[Any]:
         """See `NodeMemory.empty`."""
@@ -98,18 +100,18 @@ class SharedTransport:
         if self.topology.num_nodes > 1 or mine.nbytes > NOTE_BYTES:
             self.start_all_gather(mine, table, [mine.size] * self.size).wait()
             return
-        number = self.board.post(NOTE + 8 * mine.nbytes, note=mine.tobytes())
-        self._check(self.board.wait(number))
-        self.board.notes(number, table.view(np.uint8).reshape(self.size, mine.nbytes))
+        number = self.board.post(NOTE + 8 * mine.nbytes, note=mine)
+        self.board.wait(number)
+        self.board.notes(number, table)
 
     def reduce_scatter(
         self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
     ) -> None:
         """Leave `factor` times the sum over ranks of piece r on rank r: [Note: between nodes]."""
-        rows = self._check(self.board.wait(self._post(self.board, FOLD, bucket.nbytes, bucket)))
-        parts = _parts(counts)
+        rows = self.board.wait(self._post(self.board, FOLD, bucket.nbytes, bucket))
+        parts = self._parts(counts)
         if self.topology.num_nodes > 1:
-            self._reduce_over_nodes(bucket, piece, parts, rows, factor)
+            self._reduce_over_nodes(bucket, piece, parts, rows.copy(), factor)
             return
         for low, high, at in self._rounds(bucket, rows, parts, 0, max(counts)):
             target = piece[low:high]
@@ -139,24 +141,22 @@ class SharedTransport:
         where = window.number if window is not None else PRIVATE if array.size else 0
         return board.post(kind + 8 * num_bytes, where, offset)
 
-    def _check(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return what ranks have posted, if they have all called the same collective."""
-        if (rows[1:, 0] != rows[0, 0]).any():
-            other = int((rows[:, 0] != rows[0, 0]).argmax())
-            first, second = (
-                f"rank {self.topology.ranks[index]} calls {KINDS[what % 8]} of {what // 8} bytes"
-                for index, what in ((0, int(rows[0, 0])), (other, int(rows[other, 0])))
+    def _differ(self, rows: NDArray[np.int64]) -> None:
+        """Raise, on all ranks, the error that they have called different collectives."""
+        other = int((rows[:, 0] != rows[0, 0]).argmax())
+        first, second = (
+            f"rank {self.topology.ranks[index]} calls {KINDS[what % 8]} of {what // 8} bytes"
+            for index, what in ((0, int(rows[0, 0])), (other, int(rows[other, 0])))
+        )
+        raise alike(
+            RuntimeError(
+                f"ranks call different collectives: {first}, {second}; ZEROMP_DEBUG=1 names the "
+                "arrays"
             )
-            raise alike(
-                RuntimeError(
-                    f"ranks call different collectives: {first}, {second}; ZEROMP_DEBUG=1 names "
-                    "the arrays"
-                )
-            )
-        return rows
+        )
 
     def _meet(self) -> None:
-        self._check(self.board.wait(self.board.post(BARRIER)))
+        self.board.wait(self.board.post(BARRIER))
 
     def _rounds(
         self,
@@ -205,8 +205,8 @@ class SharedTransport:
     def gather(self, flying: "_Gather") -> None:
         """Complete a gather."""
         piece, whole, counts = flying.piece, flying.whole, flying.counts
-        parts, size = _parts(counts), whole.itemsize
-        rows = self._check(self.starts.wait(flying.number))
+        parts = self._parts(counts)
+        rows = self.starts.wait(flying.number)
         self._flying.remove(flying)
         begin, _ = parts[self.rank]
         own = whole[begin : begin + piece.size]
@@ -217,17 +217,28 @@ class SharedTransport:
                 self._gather_over_nodes(piece, whole, parts, common=True)
             self._meet()
             return
-        others = self.topology.others
-        ranks = [self.topology.ranks[i] for i in others]
-        starts = np.array([parts[r][0] for r in ranks], np.int64)
-        sizes = np.array([counts[r] for r in ranks], np.int64)
-        targets = whole.__array_interface__["data"][0] + starts * size
-        longest = max(counts[r] for r in self.topology.ranks)
+        starts, sizes, longest = self._near(parts)
+        target = whole.__array_interface__["data"][0]
         for low, high, at in self._rounds(piece, rows, [(0, piece.size)], 0, longest):
-            here = np.clip(sizes, low, high) - low
-            copy_all(at(0)[others], targets + low * size, here * size)
+            copy_pieces(at(0), starts, sizes, low, high, whole.itemsize, target, self.sharer)
         if self.topology.num_nodes > 1:
             self._gather_over_nodes(piece, whole, parts, common=False)
+
+    def _parts(self, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """Start and size of each rank's piece."""
+        key = tuple(counts)
+        if key not in self._cuts:
+            self._cuts[key] = tuple(zip(accumulate(key, initial=0), key, strict=False))
+        return self._cuts[key]
+
+    def _near(
+        self, parts: tuple[tuple[int, int], ...]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Starts and sizes of the pieces of this node's ranks, and the largest size."""
+        if parts not in self._nears:
+            starts, sizes = np.array([parts[r] for r in self.topology.ranks], np.int64).T.copy()
+            self._nears[parts] = starts, sizes, int(sizes.max())
+        return self._nears[parts]
 
     # ---- between nodes ---------------------------------------------------------------------------
 
@@ -299,9 +310,11 @@ class SharedTransport:
             for rank, (index, k) in topology.entries.items():
                 start, count = parts[rank]
                 length = max(min(low + step, count) - low, 0)
-                sources = self.lobbies[index : index + 1] + k * step * size
-                targets = np.array([first + (start + low) * size])
-                copy_all(sources, targets, np.array([length * size]))
+                copy_bytes(
+                    int(self.lobbies[index]) + k * step * size,
+                    first + (start + low) * size,
+                    length * size,
+                )
             self._meet()
 
     def _send(self, array: NDArray[Any], rank: int) -> MPI.Request:
@@ -335,10 +348,6 @@ class _Gather:
         if not self.done:
             self.done = True
             self.transport.gather(self)
-
-
-def _parts(counts: Sequence[int]) -> list[tuple[int, int]]:
-    return list(zip(accumulate(counts, initial=0), counts, strict=False))
 
 
 def _same_place(a: NDArray[Any], b: NDArray[Any]) -> bool:

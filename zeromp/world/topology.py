@@ -22,9 +22,6 @@ class Topology:
         Of this node.
     index : int
         This rank's place among them.
-    others : list of int
-        The places of the others, beginning after this rank's own, so that not all read the same
-        neighbour at once.
     partners : list of (int, int)
         Node, and the rank of it that deals with this one, for every other node.
     cared_for : list of int
@@ -46,7 +43,6 @@ class Topology:
         self.ranks = self.nodes[self.node]
         self.index = self.ranks.index(rank)
         count = len(self.ranks)
-        self.others = [(self.index + i) % count for i in range(1, count)]
         away = [(i, ranks) for i, ranks in enumerate(self.nodes) if i != self.node]
         self.partners = [(i, ranks[self.index % len(ranks)]) for i, ranks in away]
         self.entries: dict[int, tuple[int, int]] = {}

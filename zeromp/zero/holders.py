@@ -43,7 +43,7 @@ class Holders:
         visits: tuple[str, ...],
     ) -> None:
         self.layout, self.world = layout, world
-        self.store = Store(options.device_memory)
+        self.store = Store(options.device_memory, world.empty)
         travel = format_of(options.reduce_wire) if options.reduce_wire else None
         gradient_plan = GradientPlan(options.micro_batches, travel, visits)
         sweep_plan = SweepPlan(options.prefetch, options.poison)
@@ -53,6 +53,7 @@ class Holders:
         row = stage_of(stage)
         with world.together():
             construct.check_budget(self.case, stage, options.device_memory)
+        with world.together():  # drawing memory is a collective
             self.parameters = row.parameters(layout, self.store, world, sweep_plan)
             self.gradients = row.gradients(layout, self.store, world, gradient_plan)
             self.optimizer = row.optimizer(
