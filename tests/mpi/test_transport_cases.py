@@ -176,7 +176,7 @@ def test_o087_no_collective_pickles(world, way, stage, monkeypatch):
     toys.state(zero)
     with zero.gathered("a", edit=True) as weights:
         weights["a"][:] = 1
-    assert {"Bcast"} < set(comm.calls)
+    assert "Bcast" in comm.calls
     assert ("Iallgatherv" in comm.calls) == (way != "shared")
     assert ("Reduce_scatter" in comm.calls) == (way == "mpi")
 
