@@ -29,7 +29,7 @@ def arguments():
     add("--stage", type=int, default=1, choices=range(4), help="what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too (default 1)")  # fmt: skip # noqa: E501
     add("--wire", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="format in which weights and gradients are stored and sent (default bfloat16)")  # fmt: skip # noqa: E501
     add("--loss-scale", type=float, metavar="S", help="initial scale of the loss, with float16 (default 65536)")  # fmt: skip # noqa: E501
-    add("--reduce", default="mpi", choices=("mpi", "ordered"), help="add gradients by the MPI library, or in rank order: the same bits on every MPI (default mpi)")  # fmt: skip # noqa: E501
+    add("--reduce", default="auto", choices=("auto", "shared", "ordered", "mpi"), help="add gradients in rank order, over shared memory or by messages, or as the MPI library does (default auto: shared where ranks share a node)")  # fmt: skip # noqa: E501
     add("--recompute", action="store_true", help="keep each block's input only, and compute the block again in backward")  # fmt: skip # noqa: E501
     add("--device-memory", type=zm.num_bytes, metavar="BYTES", help="refuse to hold more than this on a rank, and name the rung that fits")  # fmt: skip # noqa: E501
     add("--offload", default="", metavar="THING=TIER,...", help="where things live: optimizer, gradients, parameters, activations on device, host or disk")  # fmt: skip # noqa: E501

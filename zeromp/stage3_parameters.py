@@ -45,10 +45,18 @@ class SweepPlan:
         Units gathered ahead of the one in use.
     poison : bool
         Fill a buffer with NaN when it is taken back, so that a use after release shows.
+    per_node : bool
+        Hold full weights (the window, in a sharded sweep) once per node, and let its ranks share
+        them: they only read them while they compute.
     """
 
     prefetch: int = 1
     poison: bool = False
+    per_node: bool = False
+
+    def full(self, store: Store, kind: str, size: int, dtype: Any) -> NDArray[Any]:
+        """Draw an array for full weights."""
+        return (store.node_empty if self.per_node else store.empty)(kind, size, dtype)
 
 
 class FullParameters:
@@ -57,7 +65,9 @@ class FullParameters:
     def __init__(self, layout: Layout, store: Store, world: World, plan: SweepPlan) -> None:
         self.layout, self.world = layout, world
         self.extents = [flat.full for flat in layout.flats]
-        self.arrays = [store.empty("parameters", f.full.size, f.format.dtype) for f in layout.flats]
+        self.arrays = [
+            plan.full(store, "parameters", f.full.size, f.format.dtype) for f in layout.flats
+        ]
         self.desk = _Desk(layout, store, plan)
 
     def load(self, index: int, unit: str, values: F32) -> None:
@@ -95,7 +105,7 @@ class ShardedParameters:
         store.reserve("parameters", max(widest))
         self.slots = store.slots("parameters", sum(map(page_up, widest)), plan.prefetch + 1)
         self.window = [
-            [store.empty("buffers", flat.widest, flat.format.dtype) for flat in layout.flats]
+            [plan.full(store, "buffers", flat.widest, flat.format.dtype) for flat in layout.flats]
             for _ in range(plan.prefetch + 1)
         ]
         self.desk = _Desk(layout, store, plan)
@@ -128,7 +138,7 @@ class ShardedParameters:
                 gathering.popleft()
                 yield self.desk.lay_out(unit, here)
                 self.desk.clear(unit)
-                if self.plan.poison:
+                if self.plan.poison and not self.plan.per_node:
                     for buffer in buffers:
                         nan_fill(buffer)
                 free.append(buffers)

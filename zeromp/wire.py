@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -146,29 +146,60 @@ def scale(array, factor):  # type: ignore[no-untyped-def]  # (n,)
         array[i] = narrow(array[i], widen(array[i]) * factor)
 
 
-@kernel(*(f"void({a}[::1], float32, {a}[::1])" for a in _EACH))
-def fold(pieces, factor, out):  # type: ignore[no-untyped-def]  # (N * n,), scalar, (n,)
+@intrinsic
+def _pointer(_context: Any, address: Any, like: Any) -> Any:
+    """Pointer to numbers of the type that the array `like` holds."""
+    if address != types.int64 or not isinstance(like, types.Array):
+        return None
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(address, like), generate
+
+
+_FROM_TO = [(a, b) for a in _EACH for b in _EACH if "float32" in (a, b) or a == b]
+
+
+@kernel(*(f"void(int64[::1], {a}[::1], float32, {b}[::1])" for a, b in _FROM_TO))
+def fold_at(addresses, like, factor, out):  # type: ignore[no-untyped-def]  # (N,), any, scalar, (n,)
+    """Do as `fold` does with N pieces that lie at addresses, and hold numbers of `like`'s type."""
+    block = 2048  # 8 kB of sums stay in the first-level cache
+    sums = np.empty(block, np.float32)
+    last = addresses.size - 1
+    for start in range(0, out.size, block):
+        size = min(block, out.size - start)
+        total, target = sums[:size], out[start : start + size]
+        first = carray(_pointer(addresses[0], like), start + size)[start:]
+        final = carray(_pointer(addresses[last], like), start + size)[start:]
+        if last == 0:
+            for i in range(size):
+                target[i] = narrow(target[i], widen(first[i]) * factor)
+        elif last == 1:
+            for i in range(size):
+                target[i] = narrow(target[i], (widen(first[i]) + widen(final[i])) * factor)
+        else:
+            second = carray(_pointer(addresses[1], like), start + size)[start:]
+            for i in range(size):
+                total[i] = widen(first[i]) + widen(second[i])
+            for rank in range(2, last):
+                piece = carray(_pointer(addresses[rank], like), start + size)[start:]
+                for i in range(size):
+                    total[i] += widen(piece[i])
+            for i in range(size):
+                target[i] = narrow(target[i], (total[i] + widen(final[i])) * factor)
+
+
+def fold(pieces: Bits, factor: np.float32, out: Bits) -> None:
     """Add the pieces of N ranks in rank order in float32, multiply, and round once.
 
     `pieces` holds rank 0's n numbers, then rank 1's, and so on: what an all-to-all delivers.
     """
-    block = 2048  # 8 kB of sums stay in the first-level cache
-    n = out.size
-    ranks = pieces.size // max(n, 1)
-    sums = np.empty(block, np.float32)
-    for start in range(0, n, block):
-        size = min(block, n - start)
-        total = sums[:size]
-        first = pieces[start : start + size]
-        for i in range(size):
-            total[i] = widen(first[i])
-        for rank in range(1, ranks):
-            piece = pieces[rank * n + start : rank * n + start + size]
-            for i in range(size):
-                total[i] += widen(piece[i])
-        target = out[start : start + size]
-        for i in range(size):
-            target[i] = narrow(target[i], total[i] * factor)
+    if out.size:
+        first = pieces.__array_interface__["data"][0]
+        ranks = np.arange(pieces.size // out.size, dtype=np.int64)
+        fold_at(first + ranks * out.nbytes, pieces, factor, out)
 
 
 @kernel(*(f"float64({a}[::1])" for a in _EACH))

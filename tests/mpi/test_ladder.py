@@ -1,7 +1,7 @@
 """The ladder: stages 0 to 3 give the same bytes, hold and send what `account` predicts.
 
-One small GPT, whose units no number of ranks from 2 to 4 divides, in three formats and two ways to
-reduce. Released weights are NaN (poison), so that a use after release would show. Ranks have
+One small GPT, whose units no number of ranks from 2 to 4 divides, in three formats and three ways
+to reduce. Released weights are NaN (poison), so that a use after release would show. Ranks have
 different numbers of rows, and some targets do not count.
 """
 
@@ -14,7 +14,7 @@ import zeromp as zm
 
 STAGES = (0, 1, 2, 3)
 WIRES = ("float32", "bfloat16", "float16")
-WAYS = ("mpi", "ordered")
+WAYS = ("mpi", "ordered", "shared")
 STEPS = 20
 VOCAB, LAYERS, WIDTH, HEADS, CONTEXT = 31, 2, 25, 5, 8
 
@@ -139,10 +139,11 @@ def test_stages_give_the_same_bytes(world, way, wire, case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wire", WIRES)
-def test_ordered_gives_the_bytes_of_threads(world, wire, case):
+@pytest.mark.parametrize("way", ["ordered", "shared"])
+def test_ordered_and_shared_give_the_bytes_of_threads(world, way, wire, case):
     """And so MPICH, Open MPI and threads give the same."""
     stage = (list(CASES).index(case) + WIRES.index(wire)) % 4
-    mine = run(fresh(world, "ordered"), stage, wire, 6, **CASES[case])[0]
+    mine = run(fresh(world, way), stage, wire, 6, **CASES[case])[0]
     if world.rank == 0:  # the others wait
         expected = zm.threads(world.size, lambda w: run(w, (stage + 1) % 4, wire, 6, **CASES[case]))
         assert {e[0] for e in expected} == {mine}

@@ -10,7 +10,7 @@ import zeromp as zm
 from zeromp import wire
 
 SIZES = (0, 1, 2, 5, 64, 1003)
-WAYS = ("mpi", "ordered")
+WAYS = ("mpi", "ordered", "shared")
 FORMATS = ("float32", "bfloat16", "float16")
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 
@@ -88,7 +88,8 @@ def test_reduce_scatter_of_exact_sums(world, way, name, cutter):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_ordered_folds_in_rank_order_and_rounds_once(world, name):
+@pytest.mark.parametrize("way", ["ordered", "shared"])
+def test_folds_in_rank_order_and_rounds_once(world, way, name):
     n, factor = 1003, np.float32(1 / world.size)
     counts = cut(n, world.size)
     total = np.zeros(n, np.float32)
@@ -96,7 +97,7 @@ def test_ordered_folds_in_rank_order_and_rounds_once(world, name):
         total += rounded(normal(n, r), name)
     expected = bits(rounded(total * factor, name), name)[part(counts, world.rank)]
     for max_bytes in (2**30, 1000):
-        w = fresh(world, reduce="ordered", max_bytes=max_bytes)
+        w = fresh(world, reduce=way, max_bytes=max_bytes)
         piece = reduced(w, rounded(normal(n, w.rank), name), name, counts, factor)
         assert piece.tobytes() == expected.tobytes(), max_bytes
 
@@ -119,7 +120,7 @@ def test_only_ordered_survives_sums_beyond_float16(world):
     for way in WAYS:
         w = fresh(world, reduce=way)
         piece = numbers(reduced(w, np.full(10, 60000.0), "float16", counts, 1 / w.size), "float16")
-        survives = w.reduce == "ordered" or w.size == 1
+        survives = w.reduce in ("ordered", "shared") or w.size == 1
         assert (piece == 60000 if survives else np.isinf(piece)).all(), way
 
 
@@ -142,9 +143,10 @@ def test_nan_and_inf_arrive(world, way, name):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("cutter", [cut, lopsided])
 @pytest.mark.parametrize("dtype", [np.float32, np.uint16, np.int16, np.uint8, np.float64])
-def test_all_gather(world, dtype, cutter, in_place):
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_all_gather(world, way, dtype, cutter, in_place):
     for max_bytes in (2**30, 1000, 1):
-        w = fresh(world, max_bytes=max_bytes)
+        w = fresh(world, reduce=way, max_bytes=max_bytes)
         for n in SIZES:
             counts = cutter(n, w.size)
             expected = np.random.default_rng(n).integers(0, 255, n).astype(dtype)
@@ -156,9 +158,10 @@ def test_all_gather(world, dtype, cutter, in_place):
             assert whole.tobytes() == expected.tobytes(), (n, max_bytes)
 
 
-def test_gathers_in_flight_together(world):
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_gathers_in_flight_together(world, way):
     for max_bytes in (2**30, 1000):
-        w = fresh(world, max_bytes=max_bytes)
+        w = fresh(world, reduce=way, max_bytes=max_bytes)
         wanted = [
             np.random.default_rng(i).standard_normal(n, np.float32) for i, n in enumerate(SIZES)
         ]
@@ -202,10 +205,11 @@ def collect(w):
     return found, dict(w.ledger.sent_bytes), dict(w.ledger.messages), dict(w.ledger.unit_bytes)
 
 
-def test_ordered_has_the_bits_and_the_ledger_of_threads(world):
+@pytest.mark.parametrize("way", ["ordered", "shared"])
+def test_bits_and_ledger_are_those_of_threads(world, way):
     expected = zm.threads(world.size, collect)
     for max_bytes in (2**30, 1000):
-        assert collect(fresh(world, reduce="ordered", max_bytes=max_bytes)) == expected[world.rank]
+        assert collect(fresh(world, reduce=way, max_bytes=max_bytes)) == expected[world.rank]
 
 
 def test_mpi_has_the_same_bits_twice(world):
@@ -292,9 +296,10 @@ def test_together_passes_what_is_right(world):
 
 
 @pytest.mark.parametrize("wrong", ["verb", "size", "dtype", "unit"])
-def test_debug_names_both_calls_that_differ(world, wrong):
-    w = fresh(world, debug=True)
-    assert collect(w)[0] == collect(fresh(world))[0]
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_debug_names_both_calls_that_differ(world, way, wrong):
+    w = fresh(world, reduce=way, debug=True)
+    assert collect(w)[0] == collect(fresh(world, reduce=way))[0]
     if w.size == 1:
         return
     last = w.rank == w.size - 1
@@ -316,7 +321,9 @@ def test_debug_names_both_calls_that_differ(world, wrong):
 
 
 def test_unknown_way_to_reduce(world):
-    with pytest.raises(ValueError, match="'fast' is unknown: use one of mpi, ordered"):
+    with pytest.raises(
+        ValueError, match="'fast' is unknown: use one of auto, shared, ordered, mpi"
+    ):
         fresh(world, reduce="fast")
 
 

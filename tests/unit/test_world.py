@@ -148,8 +148,29 @@ def test_a_world_of_one():
     world.reduce_scatter(np.float32([1, 2, 3]), piece, [3], 2.0)
     assert piece.tolist() == [2, 4, 6]
     assert sum(world.ledger.sent_bytes.values()) == 0
-    with pytest.raises(ValueError, match="reduce='sum' is unknown: use one of mpi, ordered"):
+    with pytest.raises(
+        ValueError, match="reduce='sum' is unknown: use one of auto, shared, ordered, mpi"
+    ):
         World(ThreadTransport(_Shared(1, 1.0), 0), "sum")
+
+
+@ranks
+def test_memory_of_threads(size):
+    def run(world):
+        own = world.empty(3 + world.rank, np.uint16)
+        assert own.dtype == np.uint16 and own.tolist() == [0] * (3 + world.rank)
+        assert (world.sharers, world.sharer) == (size, world.rank)
+        whole = world.node_empty(2 * size, np.float32)
+        world.all_gather(np.full(2, world.rank, np.float32), whole, [2] * size)
+        assert whole.tolist() == np.repeat(np.arange(size), 2).tolist()
+        world.barrier()  # all have read it
+        mine = whole[2 * world.rank : 2 * world.rank + 2]
+        mine += 1
+        world.all_gather(mine, whole, [2] * size)
+        assert whole.tolist() == (np.repeat(np.arange(size), 2) + 1).tolist()
+        return whole.__array_interface__["data"][0]
+
+    assert len(set(zm.threads(size, run, debug=True))) == 1
 
 
 # ---- the ledger ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from zeromp.flat import Layout, cuts
 from zeromp.store.placement import Placement
+from zeromp.world import World
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -45,6 +46,8 @@ class Case:
         Whether ranks fold in rank order, which takes a buffer to receive all pieces.
     fused : bool
         Whether a piece of gradient is used up before the next is reduced.
+    sharers, sharer : int
+        Ranks that hold full weights together, and which of them this one is.
     placement : Placement
         What is not on the device.
     """
@@ -59,6 +62,8 @@ class Case:
     visits: tuple[str, ...] = ()
     ordered: bool = False
     fused: bool = False
+    sharers: int = 1
+    sharer: int = 0
     placement: Placement = field(default_factory=Placement)
 
     @classmethod
@@ -68,10 +73,11 @@ class Case:
         plan: object,
         states: tuple[str, ...],
         prefetch: int,
-        reduce: str,
+        world: World,
         placement: Placement | None = None,
+        share_weights: bool = False,
     ) -> "Case":
-        """Collect the sizes of a layout, and the choices of a `GradientPlan`."""
+        """Collect the sizes of a layout, the choices of a `GradientPlan`, and those of a world."""
         travel = getattr(plan, "travel")  # noqa: B009 - a floor above defines it
         return cls(
             tuple(
@@ -85,8 +91,10 @@ class Case:
             travel.name if travel else None,
             prefetch,
             getattr(plan, "visits"),  # noqa: B009
-            reduce == "ordered",
+            world.reduce == "ordered",
             getattr(plan, "fused"),  # noqa: B009
+            world.sharers if share_weights else 1,
+            world.sharer if share_weights else 0,
             placement or Placement(),
         )
 

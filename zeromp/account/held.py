@@ -6,7 +6,15 @@ from dataclasses import replace
 
 from zeromp.account.case import ITEMSIZE, Case, FlatCase
 from zeromp.flat import bucket_slots
-from zeromp.store.placement import READ_AHEAD, TIERS, Placement, page_up, slot_count, tile_bytes
+from zeromp.store.placement import (
+    READ_AHEAD,
+    TIERS,
+    Placement,
+    page_up,
+    share,
+    slot_count,
+    tile_bytes,
+)
 
 
 def held(case: Case, stage: int) -> dict[str, int]:
@@ -32,8 +40,8 @@ def held_by_tier(case: Case, stage: int) -> dict[str, dict[str, int]]:
         pieces = flat.pieces(case.num_ranks, case.rank)
         full, shard = sum(flat.sizes.values()), sum(pieces)
         device = total["device"]
-        stored = (shard if stage >= 3 else full) * ITEMSIZE[flat.format]
-        total[place.parameters]["parameters"] += stored
+        stored = shard if stage >= 3 else share(full, case.sharers, case.sharer)
+        total[place.parameters]["parameters"] += stored * ITEMSIZE[flat.format]
         device["buffers"] += _sweep_bytes(case, flat, stage)
         if not flat.trainable:
             continue
@@ -114,8 +122,8 @@ def _sweep_bytes(case: Case, flat: FlatCase, stage: int) -> int:
     """One float32 buffer to widen 16-bit weights; at stage 3 also the window."""
     widest = max(flat.sizes.values())
     widened = 0 if flat.format == "float32" else 4 * widest
-    window = (case.prefetch + 1) * widest * ITEMSIZE[flat.format] if stage >= 3 else 0
-    return widened + window
+    buffer = share(widest, case.sharers, case.sharer) * ITEMSIZE[flat.format]
+    return widened + ((case.prefetch + 1) * buffer if stage >= 3 else 0)
 
 
 def _gradient_bytes(case: Case, flat: FlatCase, stage: int) -> int:

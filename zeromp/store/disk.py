@@ -5,14 +5,16 @@ import signal
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from zeromp.store.files import MappedFile
+from zeromp.store.files import MappedFile, reserve
 from zeromp.store.folder import JobFolder
 from zeromp.world.errors import before_abort
 
@@ -82,6 +84,17 @@ class Disk:
             raise
         self.activations, self._room = file, (offset, num_bytes)
         return file, offset
+
+    @contextmanager
+    def holding_room(self, num_bytes: int) -> Iterator[None]:
+        """Hold so much of the disk for the length of a block, to see whether there is room."""
+        path = self.folder.file("-room.h5")
+        try:
+            with path.open("wb") as file:
+                reserve(file.fileno(), self.states.path, 0, max(num_bytes, 1))
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
     def start(self, call: Any, *arguments: Any) -> "Future[None]":
         """Let a worker thread do something."""

@@ -119,24 +119,11 @@ class MappedFile:
             offset = dataset.id.get_offset()
         if not size:
             return np.empty(0, dtype), 0
-        self._reserve(offset, num_bytes)
+        reserve(self.descriptor, self.path, offset, num_bytes)
         self._places[name] = (offset, num_bytes)
         self._end = max(self._end, offset + num_bytes)
         mapped = np.memmap(self.path, dtype, "r+", offset, (size,))
         return mapped.view(np.ndarray), offset
-
-    def _reserve(self, offset: int, num_bytes: int) -> None:
-        try:
-            os.posix_fallocate(self.descriptor, offset, num_bytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise
-            raise OSError(
-                error.errno,
-                f"no space: {num_bytes:,} bytes do not fit on the disk of {self.path}, which has "
-                f"{_free(self.path.parent):,} free: free some, choose another offload_dir, or use "
-                "more ranks",
-            ) from None
 
     def read(self, offset: int, into: NDArray[Any]) -> None:
         """Fill an array from the file; OSError that names file and dataset if that is too short."""
@@ -189,6 +176,21 @@ def _free(folder: Path) -> int:
     """Bytes that are free on the disk of a folder."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
+
+
+def reserve(descriptor: int, path: Path, offset: int, num_bytes: int) -> None:
+    """Reserve space in a file; OSError with path and sizes if the disk is full."""
+    try:
+        os.posix_fallocate(descriptor, offset, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise OSError(
+            error.errno,
+            f"no space: {num_bytes:,} bytes do not fit on the disk of {path}, which has "
+            f"{_free(path.parent):,} free: free some, choose another offload_dir, or use more "
+            "ranks",
+        ) from None
 
 
 def aligned(num_bytes: int) -> NDArray[np.uint8]:

@@ -108,6 +108,11 @@ def crossings(source: str, target: str) -> list[tuple[str, str]]:
     return [(TIERS[i], TIERS[i + step]) for i in range(low, high, step)]
 
 
+def share(size: int, sharers: int, sharer: int) -> int:
+    """Elements that one of the sharers of an array answers for."""
+    return size * (sharer + 1) // sharers - size * sharer // sharers
+
+
 def page_up(num_bytes: int) -> int:
     """Bytes of whole pages that hold so many."""
     return -(-num_bytes // PAGE) * PAGE

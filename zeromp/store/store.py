@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,41 @@ from zeromp.store.ahead import Pieces, Slot, read_ahead
 from zeromp.store.disk import Disk
 from zeromp.store.files import aligned
 from zeromp.store.ledger import Ledger
-from zeromp.store.placement import READ_AHEAD, Placement, page_up, slot_count, tile_bytes
+from zeromp.store.placement import READ_AHEAD, Placement, page_up, share, slot_count, tile_bytes
 from zeromp.store.places import Place, Places
 from zeromp.store.stack import Stack
 from zeromp.store.tiles import Tile, Walk
 from zeromp.wire import FORMATS
 
 FORMAT_OF = {f.dtype.name: f.name for f in FORMATS.values()}  # 16-bit floats are bits to NumPy
+
+
+SENT = ("parameters", "gradients", "buffers")
+
+
+class Memory(Protocol):
+    """Memory that other ranks may read where it lies: a `World` has it."""
+
+    sharers: int
+    sharer: int
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return a zeroed array of this rank's own. A collective, perhaps."""
+
+    def node_empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return a zeroed array that `sharers` ranks hold together, of which this is a `sharer`."""
+
+
+class PrivateMemory:
+    """Memory of one rank alone."""
+
+    sharers, sharer = 1, 0
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return zeros."""
+        return np.zeros(size, dtype)
+
+    node_empty = empty
 
 
 class Store:
@@ -55,6 +83,8 @@ class Store:
         Node to which host memory is bound; None leaves it to the system.
     section : callable
         Names the part of the run under which crossings are entered: "setup", "train", ...
+    memory : Memory
+        Where memory comes from that is sent to other ranks, or made of what they send.
 
     Attributes
     ----------
@@ -73,6 +103,7 @@ class Store:
         disk: Disk | None = None,
         numa_node: int | None = None,
         section: Callable[[], str] = lambda: "train",
+        memory: "Memory | None" = None,
     ) -> None:
         self.placement, self.disk = placement or Placement(), disk
         self.ledger = ledger = Ledger(budget, section)
@@ -81,6 +112,7 @@ class Store:
         self.check, self.holding = ledger.check, ledger.holding
         self.before_overwrite: list[Callable[[NDArray[Any]], None]] = []
         self._numa_node = numa_node
+        self._sent: Memory = memory or PrivateMemory()
         self._places = Places()
         self.file_range = self._places.on_disk
         self._named: Counter[str] = Counter()  # datasets of each kind
@@ -124,7 +156,7 @@ class Store:
         num_bytes = size * np.dtype(dtype).itemsize
         self.enter(kind, num_bytes, tier)
         if tier == "device":
-            return np.zeros(size, dtype)
+            return self._sent.empty(size, dtype) if kind in SENT else np.zeros(size, dtype)
         file, offset = None, 0
         if tier == "disk":
             assert self.disk is not None
@@ -137,6 +169,15 @@ class Store:
         if size:
             self._places.add(Place(array, kind, tier, file, offset))
         return array
+
+    def node_empty(self, kind: str, size: int, dtype: Any) -> NDArray[Any]:
+        """Return a new zeroed array that the ranks of a node hold together; each enters its share.
+
+        A collective.
+        """
+        count = share(size, self._sent.sharers, self._sent.sharer)
+        self.enter(kind, count * np.dtype(dtype).itemsize)
+        return self._sent.node_empty(size, dtype)
 
     def memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Zeroed host memory, on the NUMA node that was asked for; not entered in the ledger."""

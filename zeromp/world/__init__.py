@@ -27,15 +27,16 @@ def alone(debug: bool = False) -> World:
     return World(ThreadTransport(_Shared(1, 300.0), 0), "ordered", debug)
 
 
-def world(reduce: str = "mpi", hook: bool = True) -> World:
+def world(reduce: str = "auto", hook: bool = True) -> World:
     """Return the world of all ranks that mpirun has started, or of this process alone.
 
     The only place that touches MPI's COMM_WORLD, and a collective: call it once, on all ranks.
 
     Parameters
     ----------
-    reduce : {"mpi", "ordered"}
-        How gradients are added over ranks; see the notes of `zeromp.world.world`.
+    reduce : {"auto", "shared", "ordered", "mpi"}
+        How gradients are added over ranks; see the notes of `zeromp.world.world`. `World.reduce`
+        is the way that "auto" has chosen.
     hook : bool
         Install the guard: an error, or an early exit, of one rank ends the job within seconds, and
         so does a rank that waits longer than ``ZEROMP_TIMEOUT`` seconds (default 300) in one

@@ -1,16 +1,19 @@
 """Ranks that are MPI processes: the only importer of mpi4py."""
 
+import contextlib
 import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from zeromp import wire
+from zeromp.world.shared import SharedTransport
+from zeromp.world.topology import Topology
 
 MPI_TYPES = {
     "f4": MPI.FLOAT,
@@ -60,16 +63,35 @@ class MpiTransport:
         Duplicated, so that messages of the program that embeds zeromp do not mix with ours.
     announce : callable or None
         Told which collective this rank enters, and "" when it has left it.
+    node_of : sequence of int or None
+        A number for each rank's node, for tests that play several nodes on one; None asks MPI.
     """
 
     reduce_ways: tuple[str, ...] = ("mpi", "ordered")
+    sharers, sharer = 1, 0
 
-    def __init__(self, comm: MPI.Intracomm, announce: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        announce: Callable[[str], None] | None = None,
+        node_of: Sequence[int] | None = None,
+    ) -> None:
         self.comm = comm.Dup()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.local_size = node.Get_size()
-        node.Free()
+        if node_of is None:
+            node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+            lowest = np.full(1, self.rank, np.int32)
+            node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
+            names = np.empty(self.size, np.int32)
+            self.comm.Allgather(lowest, names)
+            node_of = names.tolist()
+        else:
+            node = self.comm.Split(node_of[self.rank], self.rank)
+        self.node = cast(MPI.Intracomm, node)
+        self.topology = Topology(node_of, self.rank)
+        self.local_size = len(self.topology.ranks)
+        self._sharing: SharedTransport | None = None
+        self._refused = False
         vendor, version = MPI.get_vendor()
         self.name = f"{vendor} {'.'.join(map(str, version))}"
         self._announce = announce
@@ -78,6 +100,33 @@ class MpiTransport:
         """Tell the guard, if there is one."""
         if self._announce is not None:
             self._announce(what)
+
+    def sharing(self) -> SharedTransport | None:
+        """Collectives over shared memory; None if a node gives none. Call on all ranks."""
+        if self._sharing is None and not self._refused:
+            made = None
+            with contextlib.suppress(MPI.Exception):
+                made = SharedTransport(self.comm, self.node, self.topology)
+            refused = np.array([made is None], np.int8)
+            self.comm.Allreduce(MPI.IN_PLACE, refused, MPI.MAX)
+            self._refused = bool(refused[0])
+            self._sharing = None if self._refused else made
+        return self._sharing
+
+    def usual(self) -> str:
+        """Way to reduce where none is asked for: over shared memory if ranks share any."""
+        ranks_meet = any(len(ranks) > 1 for ranks in self.topology.nodes)
+        return "shared" if ranks_meet and self.sharing() else "mpi"
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Plain memory."""
+        return np.zeros(size, dtype)
+
+    node_empty = empty
+
+    def exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
+        """MPI_Iallgatherv."""
+        self.start_all_gather(mine, table, [mine.size] * self.size).wait()
 
     def barrier(self) -> None:
         """MPI_Barrier."""

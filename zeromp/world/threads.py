@@ -55,11 +55,34 @@ class ThreadTransport:
     def __init__(self, shared: _Shared, rank: int) -> None:
         self.shared = shared
         self.rank, self.size, self.local_size = rank, shared.size, shared.size
+        self.sharers, self.sharer = shared.size, rank
         self._next = 0
+
+    def usual(self) -> str:
+        """Return the only way there is."""
+        return "ordered"
+
+    def sharing(self) -> None:
+        """Not apart: threads share all memory anyway."""
 
     def announce(self, what: str) -> None:
         """Note where this rank waits."""
         self.shared.waits_in[self.rank] = what
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Plain memory."""
+        return np.zeros(size, dtype)
+
+    def node_empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Rank 0's array, for all: a gather into it writes the same pieces N times."""
+        found: list[NDArray[Any]] = []
+        mine = np.zeros(size if self.rank == 0 else 0, dtype)
+        self._post(mine, lambda offers: found.append(offers[0])).wait()
+        return found[0]
+
+    def exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
+        """Copy what all have posted."""
+        self.start_all_gather(mine, table, [mine.size] * self.size).wait()
 
     def barrier(self) -> None:
         """Wait for all ranks."""

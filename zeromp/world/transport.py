@@ -14,11 +14,44 @@ class Request(Protocol):
         """Return when the received data may be read and the sent data overwritten."""
 
 
-class Transport(Protocol):
-    """What moves bytes between ranks: `MpiTransport` or `ThreadTransport`.
+class Mover(Protocol):
+    """Where arrays come from, and the collectives that every way of moving bytes has.
 
     Arrays are 1-D and contiguous; `counts` are elements per rank. Every call is a collective.
     """
+
+    sharers: int
+    sharer: int
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return zeroed memory of this rank's own, from which it likes to send."""
+
+    def node_empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return zeroed memory that `sharers` ranks hold together, of which this is a `sharer`."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+
+    def exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
+        """Bring a few numbers of each rank, the same number from each, to all ranks."""
+
+    def start_all_gather(
+        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
+    ) -> Request:
+        """Start bringing all pieces to all ranks; `piece` may be its own place in `whole`."""
+
+
+class Sharing(Mover, Protocol):
+    """Collectives over the shared memory of nodes: `SharedTransport`."""
+
+    def reduce_scatter(
+        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
+    ) -> None:
+        """Leave `factor` times the sum over ranks of piece r on rank r."""
+
+
+class Transport(Mover, Protocol):
+    """What moves bytes between ranks: `MpiTransport` or `ThreadTransport`."""
 
     name: str
     rank: int
@@ -26,16 +59,14 @@ class Transport(Protocol):
     local_size: int
     reduce_ways: tuple[str, ...]
 
+    def usual(self) -> str:
+        """Way to reduce where none is asked for. A collective."""
+
+    def sharing(self) -> Sharing | None:
+        """Collectives over shared memory, if all ranks can have them. A collective."""
+
     def announce(self, what: str) -> None:
         """Say which collective this rank enters next; "" when it has returned from it."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def start_all_gather(
-        self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
-    ) -> Request:
-        """Start bringing all pieces to all ranks; `piece` may be its own place in `whole`."""
 
     def all_to_all(
         self, parts: NDArray[Any], received: NDArray[Any], counts: Sequence[int]

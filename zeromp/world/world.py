@@ -1,16 +1,20 @@
 """World: the collectives that ZeRO needs, over any transport, each entered in a ledger.
 
-[Note: two ways to reduce] A reduce-scatter leaves on each rank its piece of the sum over ranks.
+[Note: three ways to reduce] A reduce-scatter leaves on each rank its piece of the sum over ranks.
 
-- ``mpi``, the default: the library's own `Reduce_scatter`. 16-bit numbers are added by an operation
-  of ours, in float32 and rounded at each addition. The order of additions is the library's choice:
-  it may differ between libraries, numbers of ranks and message sizes, not between two runs.
 - ``ordered``: each rank sends every other its piece (`Alltoallv`) and folds what it receives in
-  rank order, in float32, rounding once. The same bits on MPICH, Open MPI and threads, for the same
-  volume, and sums that leave the range of float16 on the way do no harm if their mean is in it.
+  rank order, in float32, rounding once. The same bits on MPICH, Open MPI and threads, and sums that
+  leave the range of float16 on the way do no harm if their mean is in it.
+- ``shared``: ranks of one node fold straight out of one another's buckets, and gather by copying
+  out of one another's pieces. On one node it has the bits of ``ordered``; on several it adds within
+  nodes first, then over nodes ([Note: between nodes] in `zeromp.world.shared`).
+- ``mpi``: the library's own `Reduce_scatter`. 16-bit numbers are added by an operation of ours, in
+  float32 and rounded at each addition. The order of additions is the library's choice: it may
+  differ between libraries, numbers of ranks and message sizes, not between two runs.
 
-Both multiply the sum by the same factor, 1/N for a mean. All stages reduce unit by unit with the
-same pieces, so with either way stages 0 to 3 agree to the bit.
+``auto`` is ``shared`` wherever two ranks share a node's memory, else ``mpi``. All multiply the sum
+by the same factor, 1/N for a mean. All stages reduce unit by unit with the same pieces, so with any
+way stages 0 to 3 agree to the bit.
 """
 
 import hashlib
@@ -26,10 +30,17 @@ from numpy.typing import NDArray
 from zeromp import wire
 from zeromp.world.errors import TEXT_BYTES, alike, pack, unpack
 from zeromp.world.ledger import Ledger
-from zeromp.world.transport import Request, Transport, gather_in_rounds, reduce_rounds
+from zeromp.world.transport import (
+    Mover,
+    Request,
+    Sharing,
+    Transport,
+    gather_in_rounds,
+    reduce_rounds,
+)
 
 T = TypeVar("T")
-REDUCE_WAYS = ("mpi", "ordered")
+REDUCE_WAYS = ("auto", "shared", "ordered", "mpi")
 HEADER_BYTES = 160
 
 
@@ -52,8 +63,8 @@ class World:
     ----------
     transport : Transport
     reduce : str
-        "mpi" or "ordered", see [Note: two ways to reduce]. A transport without a library's
-        reduction (threads, a single rank) always folds as "ordered".
+        "auto", "shared", "ordered" or "mpi", see [Note: three ways to reduce]. Threads, and a
+        single rank, always fold as "ordered".
     debug : bool
         Compare verb, unit, dtype and size over all ranks before each collective, and raise on all
         ranks when they differ. Costs one small message per collective.
@@ -64,6 +75,10 @@ class World:
     ----------
     rank, size, local_size : int
         This rank, how many there are, and how many of them share this node.
+    reduce : str
+        The way that was chosen.
+    sharers, sharer : int
+        How many ranks hold an array from `node_empty` together, and which of them this one is.
     ledger : Ledger
     """
 
@@ -79,7 +94,21 @@ class World:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
         self.local_size = transport.local_size
-        self.reduce = reduce if reduce in transport.reduce_ways else "ordered"
+        if reduce == "auto":
+            reduce = transport.usual()
+        self._sharing: Sharing | None = transport.sharing() if reduce == "shared" else None
+        if reduce == "shared" and self._sharing is None and "mpi" in transport.reduce_ways:
+            raise alike(
+                RuntimeError(
+                    "reduce='shared' is not possible: MPI gives the ranks of a node no memory to "
+                    "share; use 'ordered', which has the same bits, or 'mpi'"
+                )
+            )
+        if self._sharing is None and reduce not in transport.reduce_ways:
+            reduce = "ordered"
+        self.reduce = reduce
+        self._mover: Mover = self._sharing or transport
+        self.sharers, self.sharer = self._mover.sharers, self._mover.sharer
         self.debug = debug
         self.max_bytes = max_bytes
         self.ledger = Ledger()
@@ -90,6 +119,34 @@ class World:
     def reducing(self, way: str) -> "World":
         """Return a world of the same ranks, with a ledger of its own, that reduces another way."""
         return World(self.transport, way, self.debug, self.max_bytes)
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return a zeroed array of this rank's own, which its neighbours read where it lies.
+
+        A collective, whatever the sizes. Collectives take arrays from anywhere; those that come
+        from here are spared a copy if ranks share memory.
+        """
+        with self._drawing("empty"):
+            return self._mover.empty(size, dtype)
+
+    def node_empty(self, size: int, dtype: Any) -> NDArray[Any]:
+        """Return a zeroed array that all ranks of this node hold together, if they share memory.
+
+        A collective. What one of the `sharers` writes, all see, after the next collective. As the
+        `whole` of an all-gather, each writes its piece once for all; starting that gather says
+        that this rank reads the array no more until `wait` returns.
+        """
+        with self._drawing("node_empty"):
+            return self._mover.node_empty(size, dtype)
+
+    @contextmanager
+    def _drawing(self, what: str) -> Iterator[None]:
+        if self.debug:
+            self._check_header(what)
+        with self.inside(what, ""):
+            yield
 
     # ---- the collectives of ZeRO -----------------------------------------------------------------
 
@@ -113,7 +170,7 @@ class World:
         counts : sequence of int
             Elements of each rank's piece.
         factor : float
-            Applied in float32: by ``ordered`` before its one rounding, by ``mpi`` after the sum.
+            Applied in float32: by ``mpi`` after the sum, by the others before their one rounding.
         unit : str
             For the ledger.
         received : ndarray of shape (at least N * counts[rank],), same dtype, or None
@@ -122,6 +179,9 @@ class World:
         assert bucket.size == sum(counts) and piece.size == counts[self.rank]
         assert bucket.dtype == piece.dtype
         with self._collective("reduce_scatter", unit, bucket.nbytes - piece.nbytes, bucket):
+            if self._sharing is not None:
+                self._sharing.reduce_scatter(bucket, piece, counts, np.float32(factor))
+                return
             rounds = reduce_rounds(bucket, piece, counts, self.rank, self.max_bytes)
             for part, target, sizes in rounds:
                 if self.reduce == "ordered":
@@ -163,10 +223,10 @@ class World:
         assert piece.size == counts[self.rank] and whole.size == sum(counts)
         assert piece.dtype == whole.dtype
         with self._collective("all_gather", unit, piece.nbytes * (self.size - 1), whole):
-            if whole.nbytes > self.max_bytes:
+            if whole.nbytes > self.max_bytes and self._sharing is None:
                 gather_in_rounds(self.transport, piece, whole, counts, self.max_bytes)
                 return _Entered(self, "all_gather", unit, None)
-            request = self.transport.start_all_gather(piece, whole, counts)
+            request = self._mover.start_all_gather(piece, whole, counts)
             return _Entered(self, "all_gather", unit, request)
 
     def broadcast(self, array: NDArray[Any], root: int = 0, unit: str = "") -> None:
@@ -193,7 +253,7 @@ class World:
         if self.debug:
             self._check_header(what)
         with self.inside(what, ""):
-            self.transport.barrier()
+            self._mover.barrier()
 
     # ---- rules and errors on which all ranks agree -----------------------------------------------
 
@@ -263,7 +323,7 @@ class World:
 
     def _exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
         with self._collective("agree", "", mine.nbytes * (self.size - 1), mine):
-            self.transport.start_all_gather(mine, table, [mine.size] * self.size).wait()
+            self._mover.exchange(mine, table)
 
     @contextmanager
     def _collective(
@@ -291,9 +351,7 @@ class World:
         mine[: len(text)] = np.frombuffer(text, np.uint8)
         table = np.empty((self.size, HEADER_BYTES), np.uint8)
         with self.inside("header", header):
-            self.transport.start_all_gather(
-                mine, table.reshape(-1), [HEADER_BYTES] * self.size
-            ).wait()
+            self._mover.exchange(mine, table.reshape(-1))
         for rank, row in enumerate(table):
             if not np.array_equal(row, table[0]):
                 first, other = (bytes(r).rstrip(b"\0").decode() for r in (table[0], row))

@@ -158,6 +158,14 @@ def make_loss_scale(wire: str, options: Options) -> LossScale:
     )
 
 
+def check_shared(stage: int, options: Options) -> None:
+    """ValueError where ranks that share weights would all write them."""
+    if options.share_weights and stage == 0:
+        raise ValueError(
+            "share_weights=True needs stage 1 or higher: at stage 0 every rank updates all weights"
+        )
+
+
 def check_fused(stage: int, wire: str, options: Options, placement: Placement) -> None:
     """ValueError for settings with which the update can't be fused into backward."""
     if not options.fused:
@@ -204,6 +212,7 @@ def make_store(world: World, placement: Placement, options: Options) -> Store:
             disk,
             options.host_numa_node,
             lambda: world.ledger.section,
+            world,
         )
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -47,16 +47,23 @@ class Holders:
         self.placement = Placement.parse(options.offload, options.offload_tile)
         travel = format_of(options.reduce_wire) if options.reduce_wire else None
         gradient_plan = GradientPlan(options.micro_batches, travel, visits, options.fused)
-        sweep_plan = SweepPlan(options.prefetch, options.poison)
+        sweep_plan = SweepPlan(options.prefetch, options.poison, options.share_weights)
         self.case = account.Case.of(
-            layout, gradient_plan, rule.states, options.prefetch, world.reduce, self.placement
+            layout,
+            gradient_plan,
+            rule.states,
+            options.prefetch,
+            world,
+            self.placement,
+            options.share_weights,
         )
         row = stage_of(stage)
         with world.together():
             construct.check_budget(self.case, stage, options.device_memory)
         self.store = construct.make_store(world, self.placement, options)
         try:
-            with world.together():
+            self._check_disk(stage)
+            with world.together():  # drawing memory that is sent is a collective
                 self.parameters = row.parameters(layout, self.store, world, sweep_plan)
                 self.gradients = row.gradients(layout, self.store, world, gradient_plan)
                 self.optimizer = row.optimizer(
@@ -65,6 +72,14 @@ class Holders:
         except Exception:
             self.store.close()  # leave no files of what was not built
             raise
+
+    def _check_disk(self, stage: int) -> None:
+        """OSError on all ranks, before anything is drawn, if a rank's disk has no room."""
+        if self.store.disk is None:
+            return
+        need = account.held_by_tier(self.case, stage)["disk"]
+        with ExitStack() as stack, self.world.together():
+            stack.enter_context(self.store.disk.holding_room(sum(need.values())))
 
     # ---- values in -------------------------------------------------------------------------------
 

@@ -69,6 +69,9 @@ class Options:
         Stage 3: units gathered ahead of the one in use.
     poison : bool
         Fill released weights with NaN, so that a use after release shows. For tests.
+    share_weights : bool
+        Stages 1 to 3: the ranks of a node hold one copy of the full weights (at stage 3, of the
+        window) together, in shared memory, instead of one each.
     device_memory : int or None
         Bytes that this rank may hold on the device; what is offloaded does not count.
     fused : bool
@@ -105,6 +108,7 @@ class Options:
     patience: int = 50
     prefetch: int = 1
     poison: bool = False
+    share_weights: bool = False
     device_memory: int | None = None
     fused: bool = False
     offload: str | Mapping[str, str] = ""

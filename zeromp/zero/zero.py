@@ -88,6 +88,7 @@ class Zero:
                 source, self.aliases = construct.untie(params, self.options)
             placement = Placement.parse(self.options.offload, self.options.offload_tile)
             placement.check(stage, source.recompute)
+            construct.check_shared(stage, self.options)
             construct.check_fused(stage, wire, self.options, placement)
             self.layout = construct.lay_out(source, wire, self.options, self.world, self.aliases)
             self._sorted = construct.Sorted(groups, self.layout)
