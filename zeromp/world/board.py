@@ -16,7 +16,7 @@ it has waited: with more ranks than cores, the one that it waits for may need th
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llvmlite import ir
@@ -26,7 +26,9 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from zeromp._jit import kernel
-from zeromp.world.memory import Window
+
+if TYPE_CHECKING:
+    from zeromp.world.memory import Window
 
 SLOTS = 32
 SLOT_BYTES = 256
@@ -157,7 +159,7 @@ class Board:
 
     def __init__(
         self,
-        window: Window,
+        window: "Window",
         offset: int,
         index: int,
         differ: Callable[[NDArray[np.int64]], None],
