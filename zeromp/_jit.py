@@ -26,7 +26,15 @@ from numba.core import config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-KERNEL_SOURCES = ("_jit.py", "wire.py", "adamw.py", "kernels.py")
+KERNEL_SOURCES = (
+    "_jit.py",
+    "wire.py",
+    "adamw.py",
+    "vectors.py",
+    "kernels.py",
+    "tiles.py",
+    "attention.py",
+)
 
 
 @functools.cache

@@ -2,112 +2,21 @@
 
 Shapes: B batch, T time, C channels, H heads, V vocabulary; R rows of any kind, mostly B * T.
 
-[Note: same bits] A result depends on values and shapes alone: not on where an array starts in
-memory, nor on how wide the processor's vectors are. So sums along a row are made in 32 lanes, whose
-order is written out (`total`, `dot`), and sums down a column row after row. NaN in, NaN out.
+The same bits everywhere: see [Note: same bits] in `zeromp.vectors`. Sums down a column are made row
+after row. NaN in, NaN out.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
 from zeromp._jit import inlined, kernel
+from zeromp.vectors import dot, exp, fma, largest, total, wide
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
-intrinsic: Callable[[Any], Any] = extending.intrinsic
-
-_LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
-
-# ---- reductions along a row, exp -----------------------------------------------------------------
-
-
-def _reduction(item: Callable[..., Any], combine: Callable[..., Any], start: float) -> Any:
-    """Code that combines `start` with the `item` of each index of one or two arrays.
-
-    Lane i takes items i, i + 32, and so on; then the upper half of the lanes is combined with the
-    lower until one is left. (A plain loop is not vectorised: LLVM may not reorder it.)
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = zip(signature.args, args, strict=True)
-        arrays = [context.make_array(kind)(context, builder, value) for kind, value in pairs]
-        size = builder.extract_value(arrays[0].shape, 0)
-        whole = builder.and_(size, size.type(-_LANES))
-        vector = ir.VectorType(_FLOAT, _LANES)
-        with builder.goto_entry_block():
-            lanes = builder.alloca(vector)
-        builder.store(ir.Constant(vector, [_FLOAT(start)] * _LANES), lanes)
-
-        def take(lane: Any, kind: Any, index: Any) -> None:
-            at = (builder.bitcast(builder.gep(a.data, [index]), kind.as_pointer()) for a in arrays)
-            values = (builder.load(pointer, align=4) for pointer in at)
-            builder.store(combine(builder, builder.load(lane), item(builder, *values)), lane)
-
-        with cgutils.for_range_slice(builder, size.type(0), whole, size.type(_LANES)) as (i, _):
-            take(lanes, vector, i)
-        first = builder.bitcast(lanes, _FLOAT.as_pointer())
-        with cgutils.for_range_slice(builder, whole, size, size.type(1)) as (i, _):
-            take(builder.gep(first, [builder.sub(i, whole)]), _FLOAT, i)
-
-        result = builder.load(lanes)
-        for half in (16, 8, 4, 2, 1):
-            parts = [*range(half)], [*range(half, 2 * half)]
-            masks = (ir.Constant(ir.VectorType(_INT, half), part) for part in parts)
-            halves = (builder.shuffle_vector(result, result, mask) for mask in masks)
-            result = combine(builder, *halves)
-        return builder.extract_element(result, _INT(0))
-
-    return generate
-
-
-@intrinsic
-def total(_context: Any, row: Any) -> Any:
-    """Sum of a row."""
-    return types.float32(row), _reduction(lambda _, x: x, lambda b, x, y: b.fadd(x, y), 0.0)
-
-
-@intrinsic
-def dot(_context: Any, row: Any, other: Any) -> Any:
-    """Sum of the products of two rows of one length."""
-    code = _reduction(lambda b, x, y: b.fmul(x, y), lambda b, x, y: b.fadd(x, y), 0.0)
-    return types.float32(row, other), code
-
-
-@intrinsic
-def largest(_context: Any, row: Any) -> Any:
-    """Maximum of a row, NaN left out; -inf if nothing remains."""
-    take = lambda b, x, y: b.select(b.fcmp_ordered(">", y, x), y, x)  # noqa: E731
-    return types.float32(row), _reduction(lambda _, x: x, take, -math.inf)
-
-
-_ZERO, _ONE, _LIMIT = np.float32(0), np.float32(1), np.float32(87)
-_ROUND = np.float32(1.5 * 2**23)  # near this number, float32 has no digits after the point
-_LOG2_E = np.float32(math.log2(math.e))
-# Cephes library, expf.c: ln 2, first a part so short that k times it is exact, and a polynomial for
-# (e^x - 1 - x) / x^2 on |x| < ln(2) / 2.
-_LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_P = 5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3
-_P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, (*_P, 1.9875691500e-4))
-
-
-@inlined
-def exp(x: np.float32) -> np.float32:
-    """e^x to one unit in the last place; 0 below -87, e^87 above 87, NaN for NaN."""
-    y = _LIMIT if x > _LIMIT else (-_LIMIT if x < -_LIMIT else x)
-    rounded = np.float32(y * _LOG2_E + _ROUND)  # its lowest bits are the integer k
-    k = rounded - _ROUND
-    y = (y - k * _LN2[0]) - k * _LN2[1]
-    p = ((((_P5 * y + _P4) * y + _P3) * y + _P2) * y + _P1) * y + _P0
-    exponent = np.int32((rounded.view(np.int32) << 23) + (127 << 23))
-    return _ZERO if x < -_LIMIT else (p * (y * y) + y + _ONE) * exponent.view(np.float32)
-
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 # ---- layer norm and GELU -------------------------------------------------------------------------
 
