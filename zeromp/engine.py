@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from zeromp.adamw import Rule
 from zeromp.models import Model, Saved, Scope, Visit
+from zeromp.pool import Pool
 from zeromp.store import OverBudget
 from zeromp.wire import F32
 from zeromp.world import World
@@ -81,6 +82,7 @@ class Engine:
             self.world.same("engine settings", rules)
         self.seconds = self.zero.seconds
         self.predicted_activations = 0
+        self.pool = Pool(poison=bool(options.get("poison")))
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -117,7 +119,7 @@ class Engine:
         visits = zlib.crc32(" ".join(visit.unit for visit in path).encode())
         rows = len(x) if error is None else 0
         factor, first_sample = self.zero.begin(weight, rows, error, visits)
-        scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
+        scope = Scope(self.seed, self.zero.attempts, first_sample, True, self.pool.empty)
         start = time.perf_counter()
         output, saved, num_bytes = self._forward(path, x, scope)
         with self.zero.store.holding("activations", num_bytes):
@@ -235,7 +237,7 @@ class Engine:
             return self._infer(x)
 
     def _infer(self, x: NDArray[Any]) -> F32:
-        scope = Scope(self.seed, self.zero.attempts, 0, train=False)
+        scope = Scope(self.seed, self.zero.attempts, 0, False, self.pool.empty)
         for weights, visit in zip(self._sweep(self.model.path), self.model.path, strict=True):
             x, _ = visit.layer.forward(weights, x, scope)
         return x
