@@ -71,7 +71,7 @@ def _put(scratch, source, deep, out, start, column, time, depth):  # type: ignor
 
 
 @inlined
-def _give(scratch, source, target, deep, out, start, column, time, depth):  # type: ignore[no-untyped-def]
+def _give(scratch, source, target, deep, out, start, column, time, depth):  # type: ignore[no-untyped-def]  # noqa: PLR0913, E501
     """Write (Dp, 32) as up to 32 rows of D numbers, from row `start` of out on."""
     for t in range(0, 32, 16):
         for d in range(0, deep, 16):
@@ -79,11 +79,32 @@ def _give(scratch, source, target, deep, out, start, column, time, depth):  # ty
     _put(scratch, target, deep, out, start, column, time, depth)
 
 
-@kernel("void(float32[:, ::1], int64, int64, float32, float32[::1], float32[:, ::1], float32[::1])")
-def forward(qkv, time, depth, scale, scratch, y, stats):  # type: ignore[no-untyped-def]
+@inlined
+def _fill_future(scratch, strip, q, value):  # type: ignore[no-untyped-def]
+    """Fill those scores of a strip whose key comes after their query, q to q + 31."""
+    for k in range(q + 1, q + 32):
+        row = scratch[strip + k * 32 : strip + k * 32 + k - q]
+        for i in range(row.size):
+            row[i] = value
+
+
+@inlined
+def _divide(scratch, rows, deep, total):  # type: ignore[no-untyped-def]
+    """Divide the columns of (Dp, 32) by 32 totals, and leave what these turn into."""
+    for i in range(32):
+        total[i] = _ONE / total[i]
+    for d in range(deep):
+        row = scratch[rows + d * 32 : rows + d * 32 + 32]
+        for i in range(32):
+            row[i] *= total[i]
+
+
+@kernel("void(float32[:, ::1], int64, int64, float32[::1], float32[:, ::1], float32[::1])")
+def forward(qkv, time, depth, scratch, y, stats):  # type: ignore[no-untyped-def]
     # qkv (B T, 3 C), scalars, scratch of `scratch_size`, y (B T, C), stats (B H T,)
-    """Write ``softmax(q k^T * scale) v`` to y, and each row's log of the sum of exponentials."""
+    """Write ``softmax(q k^T / sqrt(D)) v`` to y, and each row's log of the sum of exponentials."""
     wide()
+    scale = _ONE / np.sqrt(np.float32(depth))
     long, deep = (time + 31) // 32 * 32, (depth + 31) // 32 * 32
     width = y.shape[1]
     heads, area = width // depth, long * deep
@@ -92,7 +113,6 @@ def forward(qkv, time, depth, scale, scratch, y, stats):  # type: ignore[no-unty
     out = strip + 32 * long
     lanes = out + 32 * deep
     top, total = scratch[lanes : lanes + 32], scratch[lanes + 32 : lanes + 64]
-    share = scratch[lanes + 64 : lanes + 96]
     for b in range(y.shape[0] // time):
         for h in range(heads):
             start, column = b * time, h * depth
@@ -107,36 +127,29 @@ def forward(qkv, time, depth, scale, scratch, y, stats):  # type: ignore[no-unty
                     a = keys + k // 16 * 16 * deep + k % 16
                     multiply(scratch, scratch, scratch, a, queries + q * deep, strip + k * 32,
                              deep, 16, 32, 32, False)  # fmt: skip
-                for k in range(q + 1, seen):
-                    row = scratch[strip + k * 32 : strip + k * 32 + k - q]
-                    for i in range(row.size):
-                        row[i] = _LOWEST
+                _fill_future(scratch, strip, q, _LOWEST)
                 strip_largest(scratch, scratch, strip, lanes, seen)
                 strip_exp(scratch, scratch, scratch, strip, lanes, lanes + 32, seen, scale)
                 for d in range(0, deep, 8):
                     multiply(scratch, scratch, scratch, values + d, strip, out + d * 32,
                              seen, deep, 32, 32, False)  # fmt: skip
-                for i in range(32):
-                    share[i] = _ONE / total[i]
-                for d in range(deep):
-                    row = scratch[out + d * 32 : out + d * 32 + 32]
-                    for i in range(32):
-                        row[i] *= share[i]
                 count = min(32, time - q)
-                _give(scratch, out, strip, deep, y, start + q, column, count, depth)
                 row = stats[(b * heads + h) * time + q : (b * heads + h) * time + q + count]
                 for i in range(count):
                     row[i] = top[i] * scale + np.float32(np.log(total[i]))
+                _divide(scratch, out, deep, total)
+                _give(scratch, out, strip, deep, y, start + q, column, count, depth)
 
 
 @kernel(
-    "void(float32[:, ::1], float32[:, ::1], float32[::1], float32[:, ::1], int64, int64, float32, "
+    "void(float32[:, ::1], float32[:, ::1], float32[::1], float32[:, ::1], int64, int64, "
     "float32[::1], float32[:, ::1])"
 )
-def backward(qkv, y, stats, dy, time, depth, scale, scratch, dqkv):  # type: ignore[no-untyped-def]
+def backward(qkv, y, stats, dy, time, depth, scratch, dqkv):  # type: ignore[no-untyped-def]
     # qkv (B T, 3 C), y (B T, C), stats (B H T,), dy (B T, C), scalars, scratch, dqkv (B T, 3 C)
     """Write the gradient of qkv."""
     wide()
+    scale = _ONE / np.sqrt(np.float32(depth))
     long, deep = (time + 31) // 32 * 32, (depth + 31) // 32 * 32
     width = y.shape[1]
     heads, area = width // depth, long * deep
@@ -161,7 +174,9 @@ def backward(qkv, y, stats, dy, time, depth, scale, scratch, dqkv):  # type: ign
             for q in range(0, long, 32):
                 seen, count = q + 32, min(32, time - q)
                 norm[:], delta[:] = _ZERO, _ZERO
-                norm[:count] = stats[(b * heads + h) * time + q : (b * heads + h) * time + q + count]
+                norm[:count] = stats[
+                    (b * heads + h) * time + q : (b * heads + h) * time + q + count
+                ]
                 for i in range(count):
                     given = y[start + q + i, column : column + depth]
                     got = dy[start + q + i, column : column + depth]
@@ -174,21 +189,18 @@ def backward(qkv, y, stats, dy, time, depth, scale, scratch, dqkv):  # type: ign
                              slopes + k * 32, deep, 16, 32, 32, False)  # fmt: skip
                 strip_slopes(scratch, scratch, scratch, scratch, strip, slopes, lanes, lanes + 32,
                              seen, scale)  # fmt: skip
-                for k in range(q + 1, seen):
-                    row = scratch[strip + k * 32 : strip + k * 32 + k - q]
-                    slope = scratch[slopes + k * 32 : slopes + k * 32 + k - q]
-                    for i in range(row.size):
-                        row[i], slope[i] = _ZERO, _ZERO
+                _fill_future(scratch, strip, q, _ZERO)
+                _fill_future(scratch, slopes, q, _ZERO)
                 for d in range(0, deep, 8):
                     multiply(scratch, scratch, scratch, k_rows + d, slopes, out + d * 32,
                              seen, deep, 32, 32, False)  # fmt: skip
                 for k in range(0, seen, 8):
                     for d in range(0, deep, 32):
-                        place = k * deep + d
+                        at = k * deep + d
                         multiply_rows(scratch, scratch, scratch, strip + k * 32,
-                                      d_rows + q * deep + d, dv + place, 32, 1, deep, deep, k < q)  # fmt: skip
+                                      d_rows + q * deep + d, dv + at, 32, 1, deep, deep, k < q)  # fmt: skip  # noqa: E501
                         multiply_rows(scratch, scratch, scratch, slopes + k * 32,
-                                      q_rows + q * deep + d, dk + place, 32, 1, deep, deep, k < q)  # fmt: skip
+                                      q_rows + q * deep + d, dk + at, 32, 1, deep, deep, k < q)  # fmt: skip  # noqa: E501
                 _give(scratch, out, strip, deep, dqkv, start + q, column, count, depth)
             _put(scratch, dk, deep, dqkv, start, width + column, time, depth)
             _put(scratch, dv, deep, dqkv, start, 2 * width + column, time, depth)

@@ -1,7 +1,7 @@
 """The one door for matrix products: NumPy's BLAS, or the library that ``ZEROMP_BLAS`` names.
 
 A cluster's own BLAS is often faster than the OpenBLAS that NumPy brings. Any library with the
-standard C interface, ``cblas_sgemm`` with 32-bit integers, will do: MKL, BLIS, AOCL, NVPL, OpenBLAS::
+standard C interface, ``cblas_sgemm`` with 32-bit integers, will do: MKL, BLIS, AOCL, NVPL::
 
     ZEROMP_BLAS=/opt/aocl/lib/libblis.so mpirun -n 8 python train.py
     ZEROMP_BLAS=mkl ...         # the one that `pip install zeromp[mkl]` has brought
@@ -58,8 +58,8 @@ def _library() -> Path | None:
         for found in sorted(place.glob("*mkl_rt*")):
             return found
     raise OSError(
-        f"ZEROMP_BLAS=mkl: there is no libmkl_rt in {sys.prefix}/lib; pip install 'zeromp[mkl]', or "
-        "set ZEROMP_BLAS to the path of the library"
+        f"ZEROMP_BLAS=mkl: there is no libmkl_rt in {sys.prefix}/lib; "
+        "pip install 'zeromp[mkl]', or set ZEROMP_BLAS to the path of the library"
     )
 
 
@@ -122,6 +122,6 @@ def _verify(product: Callable[[F32, F32, F32], F32], path: Path) -> None:
                 got: Any = product(x, y, np.full((m, n), np.nan, np.float32))
                 if not np.allclose(got, a @ b, atol=1e-4):
                     raise OSError(
-                        f"ZEROMP_BLAS={path} multiplies ({m}, {k}) by ({k}, {n}) wrongly: perhaps it "
-                        "takes 64-bit integers; use a build with 32-bit ones (LP64)"
+                        f"ZEROMP_BLAS={path} multiplies ({m}, {k}) by ({k}, {n}) wrongly: "
+                        "perhaps it takes 64-bit integers; use a build with 32-bit ones (LP64)"
                     )

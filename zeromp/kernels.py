@@ -94,7 +94,7 @@ def _gelu_exp(z):  # type: ignore[no-untyped-def]
 
 @kernel("void(float32[:, ::1], float32[::1], float32[:, ::1])")
 def gelu(x: F32, bias: F32, y: F32) -> None:  # (R, C), (C,), (R, C)
-    """Write ``y = z / 2 * (1 + tanh(u)) = z * sigmoid(2 u)``, z = x + bias, u as in `layers.gelu`."""
+    """Write ``y = z / 2 * (1 + tanh(u)) = z * sigmoid(2 u)``, z and u as in `layers.gelu`."""
     wide()
     block = np.empty(_BLOCK, np.float32)
     for r in range(x.shape[0]):

@@ -152,7 +152,7 @@ def layernorm(x: F32, w: F32, b: F32, new: New = fresh) -> tuple[F32, F32]:
 
 
 def layernorm_again(x: F32, w: F32, b: F32, stats: F32, new: New = fresh) -> F32:
-    """Return y of `layernorm` anew, to the bit: a pass over it is cheaper than memory to keep it."""
+    """Return y of `layernorm` anew, to the bit: cheaper than the memory to keep it."""
     y = new(x.shape)
     kernels.layernorm_again(_rows(x), w, b, stats, _rows(y))
     return y
@@ -235,8 +235,7 @@ def attention(qkv: F32, heads: int, new: New = fresh) -> tuple[F32, F32]:
     depth = width // (3 * heads)
     y, stats = new((batch, time, width // 3)), new((batch, heads, time))
     scratch = new((heads_of.scratch_size(time, depth, backward=False),))
-    scale = np.float32(1 / math.sqrt(depth))
-    heads_of.forward(_rows(qkv), time, depth, scale, scratch, _rows(y), stats.reshape(-1))
+    heads_of.forward(_rows(qkv), time, depth, scratch, _rows(y), stats.reshape(-1))
     return y, stats
 
 
@@ -247,8 +246,8 @@ def attention_backward(qkv: F32, y: F32, stats: F32, dy: F32, new: New = fresh) 
     depth = y.shape[2] // heads
     dqkv = new(qkv.shape)
     scratch = new((heads_of.scratch_size(time, depth, backward=True),))
-    scale, rows = np.float32(1 / math.sqrt(depth)), (_rows(qkv), _rows(y), stats.reshape(-1))
-    heads_of.backward(*rows, _rows(dy), time, depth, scale, scratch, _rows(dqkv))
+    rows = _rows(qkv), _rows(y), stats.reshape(-1), _rows(dy)
+    heads_of.backward(*rows, time, depth, scratch, _rows(dqkv))
     return dqkv
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: ARG001, PLR0913 - numba reads the arguments' names; arrays come with their offsets
 """Products of small tiles in the processor's registers, and transposes: for kernels that multiply.
 
 [Note: tile] `multiply` makes 8 rows of 32 numbers of a product at once: 16 registers of 16 numbers,
@@ -12,7 +13,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
 
 from zeromp.vectors import fused, vector_exp
 
@@ -44,7 +44,7 @@ def _spread(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, none, zeros)
 
 
-def _multiply(row_step: int | None) -> Any:
+def _multiply(row_step: int) -> Any:
     """Code of a tile; A's rows are `row_step` apart and its columns `step`, an argument."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

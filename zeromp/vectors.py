@@ -19,7 +19,7 @@ intrinsic: Callable[[Any], Any] = extending.intrinsic
 
 _LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
 
-# ---- vectors, fused multiply-add, exp -------------------------------------------------------------
+# ---- vectors, fused multiply-add, exp ------------------------------------------------------------
 
 
 @intrinsic
@@ -43,12 +43,6 @@ def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
     )
 
 
-@intrinsic
-def fma(_context: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once."""
-    return types.float32(x, y, z), lambda _ctx, builder, _sig, args: fused(builder, *args)
-
-
 _LIMIT, _LOG2_E = 87.0, math.log2(math.e)
 _ROUND = 1.5 * 2**23  # near this number, float32 has no digits after the point
 # Cephes library, expf.c: ln 2, first a part so short that k times it is exact, and a polynomial for
@@ -56,8 +50,6 @@ _ROUND = 1.5 * 2**23  # near this number, float32 has no digits after the point
 _LN2 = 0.693359375, -2.12194440e-4
 _P = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
       5.0000001201e-1)  # fmt: skip
-
-
 
 
 def vector_exp(builder: Any, x: Any) -> Any:

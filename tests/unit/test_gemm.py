@@ -29,14 +29,18 @@ print(gemm.name())
 def with_library(path):
     """Run PROGRAM in a process of its own, since a library is loaded once and for all."""
     environment = {**os.environ, "ZEROMP_BLAS": str(path)}
-    return subprocess.run(  # noqa: S603
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=50,
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
         check=False,
-    )  # fmt: skip
+    )
 
 
 def test_numpy_is_the_default():
-    exec(PROGRAM, {})  # noqa: S102
+    exec(PROGRAM, {})
     assert "ZEROMP_BLAS" in os.environ or gemm.name() == "numpy"
 
 

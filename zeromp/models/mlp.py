@@ -20,7 +20,7 @@ from zeromp.wire import F32
 
 @dataclass(frozen=True)
 class Dense:
-    """``gelu(x @ w.T + b)``, without GELU in the last layer. Saves x, and what GELU was given, without b."""
+    """``gelu(x @ w.T + b)``, without GELU in the last layer. Saves x and x @ w.T."""
 
     name: str
     inputs: int
