@@ -71,7 +71,7 @@ def _put(scratch, source, deep, out, start, column, time, depth):  # type: ignor
 
 
 @inlined
-def _give(scratch, source, target, deep, out, start, column, time, depth):  # type: ignore[no-untyped-def]  # noqa: PLR0913, E501
+def _give(scratch, source, target, deep, out, start, column, time, depth):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Write (Dp, 32) as up to 32 rows of D numbers, from row `start` of out on."""
     for t in range(0, 32, 16):
         for d in range(0, deep, 16):
