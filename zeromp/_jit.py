@@ -26,7 +26,16 @@ from numba.core import config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-KERNEL_SOURCES = ("_jit.py", "wire.py", "adamw.py", "kernels.py", "world/board.py")
+KERNEL_SOURCES = (
+    "_jit.py",
+    "wire.py",
+    "adamw.py",
+    "vectors.py",
+    "kernels.py",
+    "tiles.py",
+    "attention.py",
+    "world/board.py",
+)
 
 
 @functools.cache

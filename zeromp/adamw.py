@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp._jit import inlined, kernel
+from zeromp.vectors import wide
 from zeromp.wire import Bits, narrow, widen
 
 F32 = NDArray[np.float32]
@@ -233,6 +234,7 @@ def _adamw_element(g, p, m, v, decay, lr, c):  # type: ignore[no-untyped-def]
 @kernel(f"void(float32[::1], float32[::1], float32[::1], float32[::1], {_TABLES})")
 def _adamw(gradient, parameters, m_all, v_all, segments, rates, c):  # type: ignore[no-untyped-def]
     """AdamW on float32 parameters, which are their own master."""
+    wide()
     one = np.float32(1)
     for k in range(segments.shape[0]):
         n, i0, g0, p0 = segments[k, 0], segments[k, 1], segments[k, 2], segments[k, 3]
@@ -248,6 +250,7 @@ def _adamw(gradient, parameters, m_all, v_all, segments, rates, c):  # type: ign
           for g, c in _PAIRS))  # fmt: skip
 def _adamw_copy(gradient, master, copy, m_all, v_all, segments, rates, c):  # type: ignore[no-untyped-def]
     """AdamW on a float32 master, with a 16-bit copy out."""
+    wide()
     one = np.float32(1)
     for k in range(segments.shape[0]):
         n, i0, g0, c0 = segments[k, 0], segments[k, 1], segments[k, 2], segments[k, 3]
@@ -263,6 +266,7 @@ def _adamw_copy(gradient, master, copy, m_all, v_all, segments, rates, c):  # ty
 @kernel(f"void(float32[::1], float32[::1], float32[::1], {_TABLES})")
 def _sgd(gradient, parameters, m_all, segments, rates, c):  # type: ignore[no-untyped-def]
     """SGD on float32 parameters, which are their own master."""
+    wide()
     one = np.float32(1)
     for k in range(segments.shape[0]):
         n, i0, g0, p0 = segments[k, 0], segments[k, 1], segments[k, 2], segments[k, 3]
@@ -278,6 +282,7 @@ def _sgd(gradient, parameters, m_all, segments, rates, c):  # type: ignore[no-un
           for g, c in _PAIRS))  # fmt: skip
 def _sgd_copy(gradient, master, copy, m_all, segments, rates, c):  # type: ignore[no-untyped-def]
     """SGD on a float32 master, with a 16-bit copy out."""
+    wide()
     one = np.float32(1)
     for k in range(segments.shape[0]):
         n, i0, g0, c0 = segments[k, 0], segments[k, 1], segments[k, 2], segments[k, 3]

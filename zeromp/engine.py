@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from zeromp.adamw import Rule
 from zeromp.checkpoint import LoadReport
 from zeromp.models import Model, Saved, Scope, Visit
+from zeromp.pool import Pool
 from zeromp.store import OverBudget, Stack
 from zeromp.wire import F32
 from zeromp.world import World
@@ -86,6 +87,7 @@ class Engine:
         self.seconds = self.zero.seconds
         self.predicted_activations = {"device": 0, "host": 0, "disk": 0}  # the most, by tier
         self.predicted_moves = 0  # bytes of inputs that were to be put on another tier
+        self.pool = Pool(poison=bool(options.get("poison")))
 
     # ---- training --------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Engine:
         visits = zlib.crc32(" ".join(visit.unit for visit in path).encode())
         rows = len(x) if error is None else 0
         factor, first_sample = self.zero.begin(weight, rows, error, visits)
-        scope = Scope(self.seed, self.zero.attempts, first_sample, train=True)
+        scope = Scope(self.seed, self.zero.attempts, first_sample, True, self.pool.empty)
         start = time.perf_counter()
         assert stack is not None
         output, saved = self._forward(path, x, scope, stack)
@@ -263,7 +265,7 @@ class Engine:
             return self._infer(x)
 
     def _infer(self, x: NDArray[Any]) -> F32:
-        scope = Scope(self.seed, self.zero.attempts, 0, train=False)
+        scope = Scope(self.seed, self.zero.attempts, 0, False, self.pool.empty)
         for weights, visit in zip(self._sweep(self.model.path), self.model.path, strict=True):
             x, _ = visit.layer.forward(weights, x, scope)
         return x

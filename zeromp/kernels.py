@@ -2,112 +2,21 @@
 
 Shapes: B batch, T time, C channels, H heads, V vocabulary; R rows of any kind, mostly B * T.
 
-[Note: same bits] A result depends on values and shapes alone: not on where an array starts in
-memory, nor on how wide the processor's vectors are. So sums along a row are made in 32 lanes, whose
-order is written out (`total`, `dot`), and sums down a column row after row. NaN in, NaN out.
+The same bits everywhere: see [Note: same bits] in `zeromp.vectors`. Sums down a column are made row
+after row. NaN in, NaN out.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
 from zeromp._jit import inlined, kernel
+from zeromp.vectors import dot, exp, largest, total, wide
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
-intrinsic: Callable[[Any], Any] = extending.intrinsic
-
-_LANES, _FLOAT, _INT = 32, ir.FloatType(), ir.IntType(32)
-
-# ---- reductions along a row, exp -----------------------------------------------------------------
-
-
-def _reduction(item: Callable[..., Any], combine: Callable[..., Any], start: float) -> Any:
-    """Code that combines `start` with the `item` of each index of one or two arrays.
-
-    Lane i takes items i, i + 32, and so on; then the upper half of the lanes is combined with the
-    lower until one is left. (A plain loop is not vectorised: LLVM may not reorder it.)
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pairs = zip(signature.args, args, strict=True)
-        arrays = [context.make_array(kind)(context, builder, value) for kind, value in pairs]
-        size = builder.extract_value(arrays[0].shape, 0)
-        whole = builder.and_(size, size.type(-_LANES))
-        vector = ir.VectorType(_FLOAT, _LANES)
-        with builder.goto_entry_block():
-            lanes = builder.alloca(vector)
-        builder.store(ir.Constant(vector, [_FLOAT(start)] * _LANES), lanes)
-
-        def take(lane: Any, kind: Any, index: Any) -> None:
-            at = (builder.bitcast(builder.gep(a.data, [index]), kind.as_pointer()) for a in arrays)
-            values = (builder.load(pointer, align=4) for pointer in at)
-            builder.store(combine(builder, builder.load(lane), item(builder, *values)), lane)
-
-        with cgutils.for_range_slice(builder, size.type(0), whole, size.type(_LANES)) as (i, _):
-            take(lanes, vector, i)
-        first = builder.bitcast(lanes, _FLOAT.as_pointer())
-        with cgutils.for_range_slice(builder, whole, size, size.type(1)) as (i, _):
-            take(builder.gep(first, [builder.sub(i, whole)]), _FLOAT, i)
-
-        result = builder.load(lanes)
-        for half in (16, 8, 4, 2, 1):
-            parts = [*range(half)], [*range(half, 2 * half)]
-            masks = (ir.Constant(ir.VectorType(_INT, half), part) for part in parts)
-            halves = (builder.shuffle_vector(result, result, mask) for mask in masks)
-            result = combine(builder, *halves)
-        return builder.extract_element(result, _INT(0))
-
-    return generate
-
-
-@intrinsic
-def total(_context: Any, row: Any) -> Any:
-    """Sum of a row."""
-    return types.float32(row), _reduction(lambda _, x: x, lambda b, x, y: b.fadd(x, y), 0.0)
-
-
-@intrinsic
-def dot(_context: Any, row: Any, other: Any) -> Any:
-    """Sum of the products of two rows of one length."""
-    code = _reduction(lambda b, x, y: b.fmul(x, y), lambda b, x, y: b.fadd(x, y), 0.0)
-    return types.float32(row, other), code
-
-
-@intrinsic
-def largest(_context: Any, row: Any) -> Any:
-    """Maximum of a row, NaN left out; -inf if nothing remains."""
-    take = lambda b, x, y: b.select(b.fcmp_ordered(">", y, x), y, x)  # noqa: E731
-    return types.float32(row), _reduction(lambda _, x: x, take, -math.inf)
-
-
-_ZERO, _ONE, _LIMIT = np.float32(0), np.float32(1), np.float32(87)
-_ROUND = np.float32(1.5 * 2**23)  # near this number, float32 has no digits after the point
-_LOG2_E = np.float32(math.log2(math.e))
-# Cephes library, expf.c: ln 2, first a part so short that k times it is exact, and a polynomial for
-# (e^x - 1 - x) / x^2 on |x| < ln(2) / 2.
-_LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_P = 5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3
-_P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, (*_P, 1.9875691500e-4))
-
-
-@inlined
-def exp(x: np.float32) -> np.float32:
-    """e^x to one unit in the last place; 0 below -87, e^87 above 87, NaN for NaN."""
-    y = _LIMIT if x > _LIMIT else (-_LIMIT if x < -_LIMIT else x)
-    rounded = np.float32(y * _LOG2_E + _ROUND)  # its lowest bits are the integer k
-    k = rounded - _ROUND
-    y = (y - k * _LN2[0]) - k * _LN2[1]
-    p = ((((_P5 * y + _P4) * y + _P3) * y + _P2) * y + _P1) * y + _P0
-    exponent = np.int32((rounded.view(np.int32) << 23) + (127 << 23))
-    return _ZERO if x < -_LIMIT else (p * (y * y) + y + _ONE) * exponent.view(np.float32)
-
+_ZERO, _ONE = np.float32(0), np.float32(1)
 
 # ---- layer norm and GELU -------------------------------------------------------------------------
 
@@ -120,6 +29,7 @@ _SLOPE, _CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 def layernorm(x: F32, weight: F32, bias: F32, stats: F32, y: F32) -> None:
     # x (R, C), weight (C,), bias (C,), stats (2, R), y (R, C)
     """Write ``y = (x - mean) * rstd * weight + bias``, and each row's mean and rstd to stats."""
+    wide()
     for r in range(x.shape[0]):
         row, out = x[r], y[r]
         mean = total(row) / np.float32(row.size)
@@ -131,89 +41,104 @@ def layernorm(x: F32, weight: F32, bias: F32, stats: F32, y: F32) -> None:
         stats[0, r], stats[1, r] = mean, rstd
 
 
+@kernel("void(float32[:, ::1], float32[::1], float32[::1], float32[:, ::1], float32[:, ::1])")
+def layernorm_again(x: F32, weight: F32, bias: F32, stats: F32, y: F32) -> None:
+    # x (R, C), weight (C,), bias (C,), stats (2, R), y (R, C)
+    """Write y as `layernorm` did, to the bit, from its statistics."""
+    wide()
+    for r in range(x.shape[0]):
+        row, out = x[r], y[r]
+        mean, rstd = stats[0, r], stats[1, r]
+        for c in range(row.size):
+            out[c] = (row[c] - mean) * rstd * weight[c] + bias[c]
+
+
 @kernel(
-    "void(float32[:, ::1], float32[::1], float32[:, ::1], float32[:, ::1], "
+    "void(float32[:, ::1], float32[::1], float32[:, ::1], float32[:, ::1], float32[:, ::1], "
     "float32[::1], float32[::1])"
 )
-def layernorm_backward(x: F32, weight: F32, stats: F32, dy: F32, dweight: F32, dbias: F32) -> None:
-    # x (R, C), weight (C,), stats (2, R), dy (R, C), dweight (C,), dbias (C,)
-    """Turn dy into dx in place; write dweight and dbias."""
-    dweight[:], dbias[:] = _ZERO, _ZERO
+def layernorm_backward(
+    x: F32, weight: F32, stats: F32, dy: F32, more: F32, dweight: F32, dbias: F32
+) -> None:
+    # x (R, C), weight (C,), stats (2, R), dy (R, C), more (R or 0, C), dweight (C,), dbias (C,)
+    """Turn dy into dx, plus `more` if it has rows, in place; write dweight and dbias."""
+    wide()
+    size = weight.size
     normed, scaled = np.empty_like(weight), np.empty_like(weight)
+    for c in range(size):
+        dweight[c], dbias[c] = _ZERO, _ZERO
     for r in range(x.shape[0]):
         row, d = x[r], dy[r]
         mean, rstd = stats[0, r], stats[1, r]
-        for c in range(row.size):
+        for c in range(size):
             normed[c] = (row[c] - mean) * rstd
             scaled[c] = d[c] * weight[c]
+        for c in range(size):
             dweight[c] += d[c] * normed[c]
             dbias[c] += d[c]
-        shift = total(scaled) / np.float32(row.size)
-        slope = dot(scaled, normed) / np.float32(row.size)
-        for c in range(row.size):
+        shift = total(scaled) / np.float32(size)
+        slope = dot(scaled, normed) / np.float32(size)
+        for c in range(size):
             d[c] = (scaled[c] - shift - normed[c] * slope) * rstd
+        if more.shape[0] > 0:
+            add = more[r]
+            for c in range(size):
+                d[c] += add[c]
 
 
-@kernel("void(float32[::1], float32[::1])")
-def gelu(x: F32, y: F32) -> None:  # (n,), (n,)
-    """Write ``y = x / 2 * (1 + tanh(u)) = x * sigmoid(2 u)``, u as in `layers.gelu`."""
+@inlined
+def _gelu_exp(z):  # type: ignore[no-untyped-def]
+    """e^(-2 u), u as in `layers.gelu`."""
+    return exp(-_SLOPE * (z + _CUBE * z * z * z))
+
+
+@kernel("void(float32[:, ::1], float32[::1], float32[:, ::1])")
+def gelu(x: F32, bias: F32, y: F32) -> None:  # (R, C), (C,), (R, C)
+    """Write ``y = z / 2 * (1 + tanh(u)) = z * sigmoid(2 u)``, z and u as in `layers.gelu`."""
+    wide()
     block = np.empty(_BLOCK, np.float32)
-    for start in range(0, x.size, _BLOCK):
-        z, out = x[start : start + _BLOCK], y[start : start + _BLOCK]
-        for i in range(z.size):
-            block[i] = _ONE + exp(-_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i]))
-        for i in range(z.size):
-            out[i] = z[i] / block[i]
+    for r in range(x.shape[0]):
+        for start in range(0, x.shape[1], _BLOCK):
+            row, out = x[r, start : start + _BLOCK], y[r, start : start + _BLOCK]
+            b = bias[start : start + _BLOCK]
+            for i in range(row.size):
+                z = row[i] + b[i]
+                block[i] = z / (_ONE + _gelu_exp(z))
+            for i in range(row.size):
+                out[i] = block[i]
 
 
-@kernel("void(float32[::1], float32[::1])")
-def gelu_backward(x: F32, dy: F32) -> None:  # (n,), (n,)
-    """Turn dy into dx in place."""
+@kernel("void(float32[:, ::1], float32[::1], float32[:, ::1], float32[::1])")
+def gelu_backward(x: F32, bias: F32, dy: F32, dbias: F32) -> None:  # (R, C), (C,), (R, C), (C,)
+    """Turn dy into dx in place; write its sum over all rows to dbias."""
+    wide()
     block = np.empty(_BLOCK, np.float32)
-    for start in range(0, x.size, _BLOCK):
-        z, d = x[start : start + _BLOCK], dy[start : start + _BLOCK]
-        for i in range(z.size):
-            e = exp(-_SLOPE * (z[i] + _CUBE * z[i] * z[i] * z[i]))
-            s = _ONE / (_ONE + e)
-            slope = _SLOPE * (_ONE + np.float32(3) * _CUBE * z[i] * z[i])
-            block[i] = s + z[i] * (s * (e * s)) * slope
-        for i in range(z.size):
-            d[i] *= block[i]
+    for c in range(dbias.size):
+        dbias[c] = _ZERO
+    for r in range(x.shape[0]):
+        for start in range(0, x.shape[1], _BLOCK):
+            row, d = x[r, start : start + _BLOCK], dy[r, start : start + _BLOCK]
+            b, sums = bias[start : start + _BLOCK], dbias[start : start + _BLOCK]
+            for i in range(row.size):
+                z = row[i] + b[i]
+                e = _gelu_exp(z)
+                s = _ONE / (_ONE + e)
+                slope = _SLOPE * (_ONE + np.float32(3) * _CUBE * z * z)
+                block[i] = s + z * (s * (e * s)) * slope
+            for i in range(row.size):
+                block[i] *= d[i]
+            for i in range(row.size):
+                d[i] = block[i]
+                sums[i] += block[i]
 
 
-# ---- softmax and losses --------------------------------------------------------------------------
-
-
-@kernel("void(float32[:, ::1], float32)")
-def causal_softmax(scores: F32, scale: np.float32) -> None:  # (R, T), R = B * H * T, scalar
-    """Turn scores into probabilities in place: row t of each T sees columns 0 to t, 0 elsewhere."""
-    for r in range(scores.shape[0]):
-        seen = r % scores.shape[1] + 1
-        row = scores[r, :seen]
-        top = largest(row)
-        for t in range(row.size):
-            row[t] = exp((row[t] - top) * scale)
-        factor = _ONE / total(row)
-        for t in range(row.size):
-            row[t] *= factor
-        scores[r, seen:] = _ZERO
-
-
-@kernel("void(float32[:, ::1], float32[:, ::1], float32)")
-def causal_softmax_backward(p: F32, d: F32, scale: np.float32) -> None:  # (R, T), (R, T), scalar
-    """Turn d, the gradient of the probabilities p, into that of the scores in place."""
-    for r in range(d.shape[0]):
-        seen = r % d.shape[1] + 1
-        share, row = p[r, :seen], d[r, :seen]
-        mean = dot(share, row)
-        for t in range(row.size):
-            row[t] = share[t] * (row[t] - mean) * scale
-        d[r, seen:] = _ZERO
+# ---- losses --------------------------------------------------------------------------------------
 
 
 @kernel("float64(float32[:, ::1], int64[::1], float32)")
 def cross_entropy(logits: F32, targets: I64, factor: np.float32) -> float:  # (R, V), (R,), scalar
     """Sum of -log softmax(logits)[target], target >= 0; logits become factor * its gradient."""
+    wide()
     loss = 0.0
     for r in range(logits.shape[0]):
         row, target = logits[r], targets[r]
@@ -226,8 +151,9 @@ def cross_entropy(logits: F32, targets: I64, factor: np.float32) -> float:  # (R
             row[v] = exp(row[v] - top)
         norm = total(row)
         loss += math.log(np.float64(norm)) - np.float64(chosen)
+        share = factor / norm
         for v in range(row.size):
-            row[v] *= factor / norm
+            row[v] *= share
         row[target] -= factor
     return loss
 
@@ -238,16 +164,29 @@ def cross_entropy(logits: F32, targets: I64, factor: np.float32) -> float:  # (R
 @kernel("void(float32[:, ::1], float32[::1])")
 def bias_add(y: F32, bias: F32) -> None:  # (R, C), (C,)
     """Add the bias to each row of y in place."""
+    wide()
     for r in range(y.shape[0]):
         row = y[r]
         for c in range(row.size):
             row[c] += bias[c]
 
 
+@kernel("void(float32[:, ::1], float32[::1], float32[:, ::1])")
+def residual_add(y: F32, bias: F32, residual: F32) -> None:  # (R, C), (C,), (R, C)
+    """Add the bias, then the residual, to y in place."""
+    wide()
+    for r in range(y.shape[0]):
+        row, more = y[r], residual[r]
+        for c in range(row.size):
+            row[c] = (row[c] + bias[c]) + more[c]
+
+
 @kernel("void(float32[:, ::1], float32[::1])")
 def bias_gradient(dy: F32, dbias: F32) -> None:  # (R, C), (C,)
     """Write the sum of the rows of dy, added from the first to the last."""
-    dbias[:] = _ZERO
+    wide()
+    for c in range(dbias.size):
+        dbias[c] = _ZERO
     for r in range(dy.shape[0]):
         row = dy[r]
         for c in range(row.size):

@@ -5,19 +5,24 @@ stands for any leading axes, mostly B, T.
 
 [Note: gradients] A backward returns the gradient of its input and writes those of weights to the
 arrays it is handed last; None says that a gradient is not wanted, and its product is skipped. They
-are written, not added to, but for `embedding_backward`. Arrays are float32 and contiguous.
+are written, not added to, but for `embedding_backward`. Arrays are float32 and contiguous. What a
+function returns, and its scratch, comes from `new`, such as the ``empty`` of a `zeromp.pool.Pool`.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeromp import kernels
+from zeromp import attention as heads_of
+from zeromp import gemm, kernels
+from zeromp.pool import fresh
 from zeromp.wire import F32
 
 I64 = NDArray[np.int64]
+New = Callable[[tuple[int, ...]], F32]
 
 # ---- checks --------------------------------------------------------------------------------------
 
@@ -71,7 +76,7 @@ def _flat(ids: NDArray[Any]) -> I64:
 # ---- linear --------------------------------------------------------------------------------------
 
 
-def linear(x: F32, w: F32, b: F32 | None = None) -> F32:
+def linear(x: F32, w: F32, b: F32 | None = None, new: New = fresh) -> F32:
     """Return ``x @ w.T + b``, shape (..., O).
 
     Parameters
@@ -79,35 +84,48 @@ def linear(x: F32, w: F32, b: F32 | None = None) -> F32:
     x : ndarray of shape (..., I)
     w : ndarray of shape (O, I)
     b : ndarray of shape (O,), optional
+    new : callable
     """
-    y: F32 = np.matmul(_rows(x), w.T)
+    y = new((*x.shape[:-1], len(w)))
+    gemm.matmul(_rows(x), w.T, _rows(y))
     if b is not None:
-        check_float(b, y.shape[1:], "bias")
-        kernels.bias_add(y, b)
-    return y.reshape(*x.shape[:-1], len(w))
+        check_float(b, y.shape[-1:], "bias")
+        kernels.bias_add(_rows(y), b)
+    return y
 
 
 def linear_gradients(x: F32, dy: F32, dw: F32 | None, db: F32 | None) -> None:
     """Write the gradients of `linear`'s weights to dw, shape (O, I), and db, shape (O,)."""
     if dw is not None:
         check_float(dw, (dy.shape[-1], x.shape[-1]), "weight gradient")
-        np.matmul(_rows(dy).T, _rows(x), out=dw)
+        gemm.matmul(_rows(dy).T, _rows(x), dw)
     if db is not None:
         check_float(db, dy.shape[-1:], "bias gradient")
         kernels.bias_gradient(_rows(dy), db)
 
 
-def linear_backward(x: F32, w: F32, dy: F32, dw: F32 | None, db: F32 | None) -> F32:
+def linear_backward(
+    x: F32, w: F32, dy: F32, dw: F32 | None, db: F32 | None, new: New = fresh
+) -> F32:
     """Return dx, shape (..., I), of `linear`; write dw, shape (O, I), and db, shape (O,)."""
     linear_gradients(x, dy, dw, db)
-    dx: F32 = np.matmul(_rows(dy), w)
-    return dx.reshape(x.shape)
+    dx = new(x.shape)
+    gemm.matmul(_rows(dy), w, _rows(dx))
+    return dx
+
+
+def residual_add(y: F32, b: F32, residual: F32) -> F32:
+    """Turn y into ``y + b + residual`` in place and return it: the end of a linear layer."""
+    check_float(b, y.shape[-1:], "bias")
+    check_float(residual, y.shape, "residual")
+    kernels.residual_add(_rows(y), b, _rows(residual))
+    return y
 
 
 # ---- layer norm, GELU, attention -----------------------------------------------------------------
 
 
-def layernorm(x: F32, w: F32, b: F32) -> tuple[F32, F32]:
+def layernorm(x: F32, w: F32, b: F32, new: New = fresh) -> tuple[F32, F32]:
     """Return ``(x - mean) / sqrt(variance + 1e-5) * w + b`` along the last axis, and statistics.
 
     Parameters
@@ -127,51 +145,70 @@ def layernorm(x: F32, w: F32, b: F32) -> tuple[F32, F32]:
     """
     check_float(w, x.shape[-1:], "layer norm weight")
     check_float(b, x.shape[-1:], "layer norm bias")
-    rows, y = _rows(x), np.empty_like(x)
-    stats = np.empty((2, len(rows)), np.float32)
+    rows, y = _rows(x), new(x.shape)
+    stats = new((2, len(rows)))
     kernels.layernorm(rows, w, b, stats, _rows(y))
     return y, stats
 
 
-def layernorm_backward(x: F32, w: F32, stats: F32, dy: F32, dw: F32 | None, db: F32 | None) -> F32:
-    """Turn dy into dx in place and return it; write dw and db, shape (C,)."""
+def layernorm_again(x: F32, w: F32, b: F32, stats: F32, new: New = fresh) -> F32:
+    """Return y of `layernorm` anew, to the bit: cheaper than the memory to keep it."""
+    y = new(x.shape)
+    kernels.layernorm_again(_rows(x), w, b, stats, _rows(y))
+    return y
+
+
+def layernorm_backward(
+    x: F32,
+    w: F32,
+    stats: F32,
+    dy: F32,
+    dw: F32 | None,
+    db: F32 | None,
+    more: F32 | None = None,
+) -> F32:
+    """Turn dy into dx, plus `more`, in place and return it; write dw and db, shape (C,)."""
     check_float(dy, x.shape, "gradient of layer norm")
     check_float(stats, (2, x.size // x.shape[-1]), "layer norm statistics")
     dw = np.empty_like(w) if dw is None else dw
     db = np.empty_like(w) if db is None else db
     for array in (w, dw, db):
         check_float(array, x.shape[-1:], "layer norm weight or its gradient")
-    kernels.layernorm_backward(_rows(x), w, stats, _rows(dy), dw, db)
+    more = x[:0] if more is None else more
+    kernels.layernorm_backward(_rows(x), w, stats, _rows(dy), _rows(more), dw, db)
     return dy
 
 
-def gelu(x: F32) -> F32:
-    """Return ``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))``, the GELU of GPT-2.
+def gelu(x: F32, b: F32, new: New = fresh) -> F32:
+    """Return ``z / 2 * (1 + tanh(sqrt(2 / pi) * (z + 0.044715 z^3)))``, z = x + b, as in GPT-2.
+
+    Parameters
+    ----------
+    x : ndarray of shape (..., C)
+    b : ndarray of shape (C,)
+        Bias of the linear layer before: added here, it costs no pass of its own.
+    new : callable
 
     References
     ----------
     Hendrycks, Gimpel 2016, arXiv:1606.08415, section 2.
     """
-    y = np.empty(x.shape, np.float32)
-    kernels.gelu(_rows(x).reshape(-1), y.reshape(-1))
+    check_float(b, x.shape[-1:], "bias")
+    y = new(x.shape)
+    kernels.gelu(_rows(x), b, _rows(y))
     return y
 
 
-def gelu_backward(x: F32, dy: F32) -> F32:
-    """Turn dy into dx in place and return it."""
+def gelu_backward(x: F32, b: F32, dy: F32, db: F32 | None) -> F32:
+    """Turn dy into dx in place and return it; write db, shape (C,)."""
     check_float(dy, x.shape, "gradient of GELU")
-    kernels.gelu_backward(_rows(x).reshape(-1), dy.reshape(-1))
+    db = np.empty_like(b) if db is None else db
+    check_float(db, b.shape, "bias gradient")
+    kernels.gelu_backward(_rows(x), b, _rows(dy), db)
     return dy
 
 
-def _heads(packed: F32, heads: int, num_parts: int) -> list[F32]:
-    """View (B, T, num_parts * C) as num_parts arrays (B, H, T, D), without a copy."""
-    batch, time, width = packed.shape
-    parts = packed.reshape(batch, time, num_parts, heads, width // (num_parts * heads))
-    return [parts[:, :, i].transpose(0, 2, 1, 3) for i in range(num_parts)]
-
-
-def attention(qkv: F32, heads: int) -> tuple[F32, F32]:
+def attention(qkv: F32, heads: int, new: New = fresh) -> tuple[F32, F32]:
     """Causal self-attention: ``softmax(q k^T / sqrt(D)) v`` for each head.
 
     Parameters
@@ -179,47 +216,45 @@ def attention(qkv: F32, heads: int) -> tuple[F32, F32]:
     qkv : ndarray of shape (B, T, 3 C)
         Queries, keys and values side by side; each holds the heads side by side.
     heads : int
+    new : callable
 
     Returns
     -------
     y : ndarray of shape (B, T, C)
-    probabilities : ndarray of shape (B, H, T, T)
-        For the backward.
+    stats : ndarray of shape (B, H, T)
+        Logarithm of each softmax's sum of exponentials, for the backward.
 
     References
     ----------
-    Vaswani et al. 2017, arXiv:1706.03762, section 3.2.
+    Vaswani et al. 2017, arXiv:1706.03762, section 3.2; Dao et al. 2022, arXiv:2205.14135.
     """
     batch, time, width = qkv.shape
     check_float(qkv, qkv.shape, "qkv")
     if width % (3 * heads):
         raise ValueError(f"qkv has {width} channels, not a multiple of 3 times {heads} heads")
-    q, k, v = _heads(qkv, heads, 3)
-    p: F32 = np.matmul(q, k.transpose(0, 1, 3, 2))
-    kernels.causal_softmax(_rows(p), np.float32(1 / math.sqrt(q.shape[-1])))
-    y = np.empty((batch, time, width // 3), np.float32)
-    np.matmul(p, v, out=_heads(y, heads, 1)[0])
-    return y, p
+    depth = width // (3 * heads)
+    y, stats = new((batch, time, width // 3)), new((batch, heads, time))
+    scratch = new((heads_of.scratch_size(time, depth, backward=False),))
+    heads_of.forward(_rows(qkv), time, depth, scratch, _rows(y), stats.reshape(-1))
+    return y, stats
 
 
-def attention_backward(qkv: F32, p: F32, dy: F32) -> F32:
-    """Return the gradient of qkv, shape (B, T, 3 C), from its probabilities and dy (B, T, C)."""
-    heads, dqkv = p.shape[1], np.empty_like(qkv)
-    q, k, v = _heads(qkv, heads, 3)
-    dq, dk, dv = _heads(dqkv, heads, 3)
-    (dy,) = _heads(dy, heads, 1)
-    np.matmul(p.transpose(0, 1, 3, 2), dy, out=dv)
-    ds: F32 = np.matmul(dy, v.transpose(0, 1, 3, 2))
-    kernels.causal_softmax_backward(_rows(p), _rows(ds), np.float32(1 / math.sqrt(q.shape[-1])))
-    np.matmul(ds, k, out=dq)
-    np.matmul(ds.transpose(0, 1, 3, 2), q, out=dk)
+def attention_backward(qkv: F32, y: F32, stats: F32, dy: F32, new: New = fresh) -> F32:
+    """Return the gradient of qkv, shape (B, T, 3 C), from what `attention` returned and dy."""
+    heads, time = stats.shape[1:]
+    check_float(dy, y.shape, "gradient of attention")
+    depth = y.shape[2] // heads
+    dqkv = new(qkv.shape)
+    scratch = new((heads_of.scratch_size(time, depth, backward=True),))
+    rows = _rows(qkv), _rows(y), stats.reshape(-1), _rows(dy)
+    heads_of.backward(*rows, time, depth, scratch, _rows(dqkv))
     return dqkv
 
 
 # ---- embedding, dropout, losses ------------------------------------------------------------------
 
 
-def embedding(ids: I64, wte: F32, wpe: F32) -> F32:
+def embedding(ids: I64, wte: F32, wpe: F32, new: New = fresh) -> F32:
     """Return ``wte[ids[b, t]] + wpe[t]``, shape (B, T, C).
 
     Parameters
@@ -231,7 +266,7 @@ def embedding(ids: I64, wte: F32, wpe: F32) -> F32:
     """
     check_tokens(ids, len(wte), len(wpe))
     check_float(wpe, (len(wpe), wte.shape[1]), "position embedding")
-    x = np.empty((*ids.shape, wte.shape[1]), np.float32)
+    x = new((*ids.shape, wte.shape[1]))
     kernels.embedding(_flat(ids), wte, wpe, ids.shape[1], _rows(x))
     return x
 
@@ -247,7 +282,7 @@ def embedding_backward(ids: I64, dx: F32, dwte: F32 | None, dwpe: F32 | None) ->
             kernels.scatter_add(_flat(rows), _rows(dx), table)
 
 
-def dropout(x: F32, rate: float, key: int, first_sample: int) -> F32:
+def dropout(x: F32, rate: float, key: int, first_sample: int, new: New = fresh) -> F32:
     """Return x / (1 - rate), or 0 with probability `rate`; the backward is the same call on dy.
 
     Parameters
@@ -265,7 +300,7 @@ def dropout(x: F32, rate: float, key: int, first_sample: int) -> F32:
     Srivastava et al. 2014, JMLR 15, section 4. Masks by counter instead of by state: Salmon et al.
     2011, doi:10.1145/2063384.2063405.
     """
-    y = np.empty_like(x)
+    y = new(x.shape)
     flat, sample = (len(x), math.prod(x.shape[1:])), np.uint64(first_sample)
     kernels.dropout(x.reshape(flat), np.uint64(key), sample, rate, y.reshape(flat))
     return y

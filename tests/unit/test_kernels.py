@@ -118,6 +118,8 @@ def test_layernorm(rows, size):
     np.testing.assert_allclose(y, reference.layernorm(wide, w, b), atol=2e-5, rtol=1e-5)
     np.testing.assert_allclose(stats[0], wide.mean(axis=1), atol=1e-6)
     np.testing.assert_allclose(stats[1], 1 / np.sqrt(wide.var(axis=1) + 1e-5), rtol=1e-5)
+    _, (*_, again) = same_bits(kernels.layernorm_again, x, w, b, stats, np.empty_like(x))
+    assert again.tobytes() == y.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 7, 33])
@@ -127,9 +129,14 @@ def test_layernorm_backward(rows, size):
     stats, y = np.empty((2, rows), np.float32), np.empty_like(x)
     kernels.layernorm(x, w, w, stats, y)
     garbage = np.full(size, np.nan, np.float32)
-    _, (*_, dx, dw, db) = same_bits(
-        kernels.layernorm_backward, x, w, stats, dy, garbage, garbage.copy()
+    more = normal(rows, size, seed=3)
+    arguments = x, w, stats, dy
+    _, (*_, dx, _, dw, db) = same_bits(
+        kernels.layernorm_backward, *arguments, more[:0], garbage, garbage.copy()
     )
+    kernels.layernorm_backward(x, w, stats, dy, more, garbage, garbage.copy())
+    np.testing.assert_array_equal(dy, dx + more)  # one addition, rounded once
+    dy = normal(rows, size, seed=2)
     tolerance = {"atol": 1e-4, "rtol": 1e-4}
     np.testing.assert_allclose(
         dx, numeric(lambda z: reference.layernorm(z, w, w), x, dy), **tolerance
@@ -141,58 +148,34 @@ def test_layernorm_backward(rows, size):
 
 
 @pytest.mark.parametrize("size", [0, *SIZES])
-def test_gelu(size):
-    x = normal(size) * 3
-    _, (_, y) = same_bits(kernels.gelu, x, np.empty_like(x))
-    np.testing.assert_allclose(y, reference.gelu(x.astype(np.float64)), atol=1e-6, rtol=1e-6)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gelu(rows, size):
+    x, b = normal(rows, size) * 3, normal(size, seed=1)
+    _, (_, _, y) = same_bits(kernels.gelu, x, b, np.empty_like(x))
+    np.testing.assert_allclose(y, reference.gelu(np.float64(x + b)), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 33])
-def test_gelu_backward(size):
-    x, dy = normal(size) * 3, normal(size, seed=1)
-    _, (_, dx) = same_bits(kernels.gelu_backward, x, dy)
-    np.testing.assert_allclose(dx, numeric(reference.gelu, x, dy), atol=2e-6, rtol=1e-5)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gelu_backward(rows, size):
+    x, b, dy = normal(rows, size) * 3, normal(size, seed=1), normal(rows, size, seed=2)
+    garbage = np.full(size, np.nan, np.float32)
+    _, (_, _, dx, db) = same_bits(kernels.gelu_backward, x, b, dy, garbage)
+    exact = numeric(reference.gelu, x + b, dy)
+    np.testing.assert_allclose(dx, exact, atol=2e-6, rtol=1e-5)
+    np.testing.assert_allclose(db, exact.sum(axis=0), atol=1e-5)
 
 
 def test_gelu_far_out():
-    x = np.array([-1e4, -100, -20, 20, 100, 1e4], np.float32)
-    y, dx = np.empty_like(x), np.ones_like(x)
-    kernels.gelu(x, y)
-    kernels.gelu_backward(x, dx)
+    x = np.array([[-1e4, -100, -20, 20, 100, 1e4]], np.float32)
+    y, dx, b = np.empty_like(x), np.ones_like(x), np.zeros(6, np.float32)
+    kernels.gelu(x, b, y)
+    kernels.gelu_backward(x, b, dx, b.copy())
     np.testing.assert_allclose(y, np.maximum(x, 0), atol=1e-30)
     np.testing.assert_allclose(dx, x > 0, atol=1e-20)
 
 
-# ---- softmax and cross-entropy -----------------------------------------------------------------
-
-
-def causal(scores, scale):
-    """Probabilities (groups, T, T) in float64."""
-    time = scores.shape[-1]
-    seen = np.tril(np.ones((time, time), bool))
-    return reference.softmax(np.where(seen, scores.astype(np.float64) * scale, -np.inf))
-
-
-@pytest.mark.parametrize("time", [1, 7, 31, 33, 65])
-@pytest.mark.parametrize("groups", [0, 1, 3])
-def test_causal_softmax(groups, time):
-    scores, scale = normal(groups, time, time) * 10, np.float32(0.3)
-    scores += np.triu(np.full((time, time), 1e30, np.float32), 1)  # what is ahead must not matter
-    _, (p, _) = same_bits(kernels.causal_softmax, scores.reshape(-1, time), scale)
-    np.testing.assert_allclose(p.reshape(scores.shape), causal(scores, scale), atol=1e-6)
-
-
-@pytest.mark.parametrize("time", [1, 7, 33])
-def test_causal_softmax_backward(time):
-    scores, dp, scale = normal(2, time, time), normal(2, time, time, seed=1), np.float32(0.3)
-    p = causal(scores, scale).astype(np.float32)
-    dp += np.triu(np.full((time, time), np.inf, np.float32), 1)
-    _, (_, ds, _) = same_bits(
-        kernels.causal_softmax_backward, p.reshape(-1, time), dp.reshape(-1, time), scale
-    )
-    wide = np.tril(dp.astype(np.float64))
-    exact = p * (wide - (p * wide).sum(axis=-1, keepdims=True)) * scale
-    np.testing.assert_allclose(ds.reshape(p.shape), exact, atol=1e-6)
+# ---- cross-entropy -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", SIZES)
@@ -227,6 +210,9 @@ def test_bias(rows, size):
     y, b = normal(rows, size), normal(size, seed=1)
     _, (sums, _) = same_bits(kernels.bias_add, y, b)
     np.testing.assert_array_equal(sums, y + b)
+    more = normal(rows, size, seed=2)
+    _, (both, *_) = same_bits(kernels.residual_add, y, b, more)
+    np.testing.assert_array_equal(both, (y + b) + more)
     _, (_, db) = same_bits(kernels.bias_gradient, y, np.full(size, np.nan, np.float32))
     in_order = np.zeros(size, np.float32)
     for row in y:
@@ -320,15 +306,16 @@ def test_nan_stays_nan(size):
 
         kernels.layernorm(good, w, w, stats, out)
         d, dw, db = bad.copy(), np.empty_like(w), np.empty_like(w)
-        kernels.layernorm_backward(good, w, stats, d, dw, db)
+        kernels.layernorm_backward(good, w, stats, d, d[:0], dw, db)
         assert np.isnan(d[1]).all() and np.isnan(dw[at]) and np.isnan(db[at])
 
-        kernels.gelu(bad[1], out[1])
-        assert np.isnan(out[1, at]) and np.isnan(out[1]).sum() == 1
+        kernels.gelu(bad, w, out)
+        assert np.isnan(out[1, at]) and np.isnan(out).sum() == 1
         for x, dy in ((bad, good), (good, bad)):
-            d = dy[1].copy()
-            kernels.gelu_backward(x[1], d)
-            assert np.isnan(d[at]) and np.isnan(d).sum() == 1
+            d, db = dy.copy(), np.empty_like(w)
+            kernels.gelu_backward(x, w, d, db)
+            assert np.isnan(d[1, at]) and np.isnan(d).sum() == 1
+            assert np.isnan(db[at]) and np.isnan(db).sum() == 1
 
         logits = bad.copy()
         assert np.isnan(kernels.cross_entropy(logits, np.array([0, 0]), np.float32(1)))
@@ -336,17 +323,3 @@ def test_nan_stays_nan(size):
         logits = bad.copy()
         assert np.isfinite(kernels.cross_entropy(logits, np.array([0, -1]), np.float32(1)))
         assert (logits[1] == 0).all()
-
-
-def test_nan_in_scores_reaches_the_rows_that_see_it():
-    time, at = 40, 17
-    scores = normal(time, time)
-    scores[:, at] = np.nan
-    kernels.causal_softmax(scores, np.float32(1))
-    assert np.isfinite(scores[:at]).all() and np.isnan(scores[at:, : at + 1]).all()
-
-
-def test_infinite_scores_give_nan():
-    scores = np.full((3, 3), np.inf, np.float32)
-    kernels.causal_softmax(scores, np.float32(1))
-    assert np.isnan(scores[np.tril_indices(3)]).all()

@@ -67,32 +67,75 @@ def test_layernorm_gradients_are_written_or_skipped():
     assert layers.layernorm_backward(x, w, stats, d, dw, db) is d
     exact = differences(lambda z: reference.layernorm(z, w, b), x, dy)
     np.testing.assert_allclose(d, exact, atol=1e-4)
+    np.testing.assert_array_equal(
+        layers.layernorm_backward(x, w, stats, dy.copy(), None, None, x), d + x
+    )
+    again = layers.layernorm_again(x, w, b, stats)
+    assert again.tobytes() == y.tobytes()
     frozen = layers.layernorm_backward(x, w, stats, dy.copy(), None, None)
     assert frozen.tobytes() == d.tobytes()
     assert np.isfinite(dw).all() and np.isfinite(db).all()
 
 
 def test_gelu():
-    x, dy = normal(2, 3, 5), normal(2, 3, 5, seed=1)
-    np.testing.assert_allclose(layers.gelu(x), reference.gelu(x.astype(np.float64)), atol=1e-6)
-    dx = layers.gelu_backward(x, dy.copy())
-    np.testing.assert_allclose(dx, differences(reference.gelu, x, dy), atol=1e-5)
+    x, b, dy = normal(2, 3, 5), normal(5, seed=2), normal(2, 3, 5, seed=1)
+    np.testing.assert_allclose(layers.gelu(x, b), reference.gelu(np.float64(x + b)), atol=1e-6)
+    db = garbage(5)
+    dx = layers.gelu_backward(x, b, dy.copy(), db)
+    np.testing.assert_allclose(dx, differences(reference.gelu, x + b, dy), atol=1e-5)
+    np.testing.assert_allclose(db, dx.sum(axis=(0, 1)), atol=1e-5)
+    assert layers.gelu_backward(x, b, dy.copy(), None).tobytes() == dx.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 2), (1, 7, 3, 1), (2, 5, 2, 3), (0, 4, 2, 2)])
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 1, 2), (1, 7, 3, 1), (2, 5, 2, 3), (0, 4, 2, 2), (1, 37, 1, 33), (1, 64, 2, 8)]
+)
 def test_attention(shape):
     batch, length, heads, depth = shape
     qkv = normal(batch, length, 3 * heads * depth)
-    y, p = layers.attention(qkv, heads)
+    y, stats = layers.attention(qkv, heads)
     exact = reference.attention(qkv.astype(np.float64), heads)
     np.testing.assert_allclose(y, exact, atol=1e-6)
-    assert p.shape == (batch, heads, length, length) and y.flags.c_contiguous
+    assert stats.shape == (batch, heads, length) and y.flags.c_contiguous
+    assert np.isfinite(stats).all()
 
-    dy, saved = normal(*y.shape, seed=1), p.copy()
-    d = layers.attention_backward(qkv, p, dy)
-    assert d.flags.c_contiguous and p.tobytes() == saved.tobytes()
-    exact = differences(lambda z: reference.attention(z, heads), qkv, dy)
-    np.testing.assert_allclose(d, exact, atol=1e-5)
+    dy, before = normal(*y.shape, seed=1), (qkv.tobytes(), y.tobytes(), stats.tobytes())
+    d = layers.attention_backward(qkv, y, stats, dy)
+    assert d.flags.c_contiguous and before == (qkv.tobytes(), y.tobytes(), stats.tobytes())
+    if d.size < 1000:
+        exact = differences(lambda z: reference.attention(z, heads), qkv, dy)
+        np.testing.assert_allclose(d, exact, atol=1e-5)
+    else:
+        for index in [(0, 0, 0), (0, length - 1, 1), (0, 33, qkv.shape[2] - 1), (0, 5, 40)]:
+            slope = reference.finite_difference(
+                lambda z: float(np.sum(dy * reference.attention(z, heads))), qkv, index
+            )
+            assert d[index] == pytest.approx(slope, abs=2e-5)
+
+
+def test_attention_of_one_sample_does_not_depend_on_others():
+    qkv, dy = normal(3, 40, 36), normal(3, 40, 12, seed=1)
+    y, stats = layers.attention(qkv, 2)
+    d = layers.attention_backward(qkv, y, stats, dy)
+    alone, sums = layers.attention(qkv[1:2], 2)
+    assert alone.tobytes() == y[1].tobytes() and sums.tobytes() == stats[1].tobytes()
+    assert layers.attention_backward(qkv[1:2], alone, sums, dy[1:2]).tobytes() == d[1].tobytes()
+
+
+def test_attention_of_large_scores():
+    qkv = normal(1, 40, 6) * 30  # exponentials of scores up to 2000, which are exact to 1e-4
+    y, stats = layers.attention(qkv, 1)
+    np.testing.assert_allclose(y, reference.attention(np.float64(qkv), 1), rtol=1e-3, atol=1e-2)
+    assert np.isfinite(layers.attention_backward(qkv, y, stats, y)).all()
+
+
+@pytest.mark.parametrize("part", [0, 2])  # of queries, keys
+def test_nan_reaches_the_positions_that_see_it(part):
+    qkv = normal(1, 40, 6)
+    qkv[0, 17, part] = np.nan
+    y, stats = layers.attention(qkv, 1)
+    assert np.isfinite(y[0, :17]).all() and np.isnan(y[0, 17]).any()
+    assert np.isnan(layers.attention_backward(qkv, y, stats, normal(1, 40, 2))).any()
 
 
 def test_attention_sees_no_future():
@@ -230,6 +273,8 @@ def test_wrong_arrays_are_refused():
     x, w = normal(4, 3), normal(2, 3)
     with pytest.raises(ValueError, match="bias"):
         layers.linear(x, w, normal(3))
+    with pytest.raises(ValueError, match="residual"):
+        layers.residual_add(normal(4, 2), normal(2), normal(4, 3))
     with pytest.raises(ValueError, match="weight gradient"):
         layers.linear_backward(x, w, normal(4, 2), np.empty((2, 3)), None)
     with pytest.raises(ValueError, match="layer norm weight"):

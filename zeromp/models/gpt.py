@@ -39,7 +39,7 @@ def _drop(x: F32, rate: float, site: str, scope: Scope) -> F32:
     """Dropout in training, x itself otherwise; forward and backward alike."""
     if not scope.train or rate == 0:
         return x
-    return ops.dropout(x, rate, scope.key(site), scope.first_sample)
+    return ops.dropout(x, rate, scope.key(site), scope.first_sample, scope.new)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Lookup:
     def forward(self, w: Arrays, x: NDArray[Any], scope: Scope) -> tuple[F32, Saved]:
         """Return the residual stream, shape (B, T, C), for ids x."""
         ids = x.astype(np.int64)  # a copy: the caller may use its array again
-        y = ops.embedding(ids, w["wte.weight"], w["wpe.weight"])
+        y = ops.embedding(ids, w["wte.weight"], w["wpe.weight"], scope.new)
         return _drop(y, self.dropout, "embed", scope), (ids,)
 
     def backward(
@@ -75,8 +75,9 @@ class Lookup:
 class Block:
     """``x += proj(attention(qkv(ln1(x)))); x += out(gelu(fc(ln2(x))))``, dropout before each +=.
 
-    Saves what each function was given, the statistics of the layer norms and the probabilities of
-    the attention.
+    Saves x, qkv, what attention gave, the stream in the middle, what GELU was given, and the
+    statistics. The backward makes the outputs of layer norms and GELU anew from these: that costs
+    one pass each and saves six numbers of sixteen.
     """
 
     name: str
@@ -86,85 +87,92 @@ class Block:
 
     def forward(self, w: Arrays, x: F32, scope: Scope) -> tuple[F32, Saved]:
         """Return the residual stream after the block, shape (B, T, C)."""
-        of = self.name
-        normed1, stats1 = ops.layernorm(x, *_weights(w, f"{of}.ln1"))
-        qkv = ops.linear(normed1, *_weights(w, f"{of}.qkv"))
-        mixed, p = ops.attention(qkv, self.heads)
+        of, new = self.name, scope.new
+        normed, stats1 = ops.layernorm(x, *_weights(w, f"{of}.ln1"), new)
+        qkv = ops.linear(normed, *_weights(w, f"{of}.qkv"), new)
+        del normed
+        mixed, sums = ops.attention(qkv, self.heads, new)
         middle = self._residual(w, "proj", mixed, x, scope)
-        normed2, stats2 = ops.layernorm(middle, *_weights(w, f"{of}.ln2"))
-        hidden = ops.linear(normed2, *_weights(w, f"{of}.fc"))
-        active = ops.gelu(hidden)
-        y = self._residual(w, "out", active, middle, scope)
-        return y, (x, stats1, normed1, qkv, p, mixed, middle, stats2, normed2, hidden, active)
+        normed, stats2 = ops.layernorm(middle, *_weights(w, f"{of}.ln2"), new)
+        weight, bias = _weights(w, f"{of}.fc")
+        hidden = ops.linear(normed, weight, None, new)
+        del normed
+        y = self._residual(w, "out", ops.gelu(hidden, bias, new), middle, scope)
+        return y, (x, stats1, qkv, mixed, sums, middle, stats2, hidden)
 
     def _residual(self, w: Arrays, layer: str, x: F32, residual: F32, scope: Scope) -> F32:
         """Return residual + dropout(linear(x))."""
         name = f"{self.name}.{layer}"
-        y = _drop(ops.linear(x, *_weights(w, name)), self.dropout, name, scope)
+        weight, bias = _weights(w, name)
+        if not scope.train or self.dropout == 0:
+            return ops.residual_add(ops.linear(x, weight, None, scope.new), bias, residual)
+        y = _drop(ops.linear(x, weight, bias, scope.new), self.dropout, name, scope)
         return np.add(y, residual, out=y)
 
     def backward(self, w: Arrays, saved: Saved, dy: F32, g: Arrays, scope: Scope) -> F32:
         """Return dx, shape (B, T, C); write the gradients of the block's weights to g."""
-        of = self.name
-        x, stats1, normed1, qkv, p, mixed, middle, stats2, normed2, hidden, active = saved
+        of, new = self.name, scope.new
+        x, stats1, qkv, mixed, sums, middle, stats2, hidden = saved
 
+        bias = w[f"{of}.fc.bias"]
         d = _drop(dy, self.dropout, f"{of}.out", scope)
-        d = self._linear(w, "out", active, d, g)
-        d = ops.gelu_backward(hidden, d)
-        d = self._linear(w, "fc", normed2, d, g)
-        d = self._layernorm(w, "ln2", middle, stats2, d, g)
-        dy = np.add(d, dy, out=d)
+        d = self._linear(w, "out", ops.gelu(hidden, bias, new), d, g, scope)
+        d = ops.gelu_backward(hidden, bias, d, g.get(f"{of}.fc.bias"))
+        normed = ops.layernorm_again(middle, *_weights(w, f"{of}.ln2"), stats2, new)
+        d = self._linear(w, "fc", normed, d, g, scope, bias=False)
+        dy = self._layernorm(w, "ln2", middle, stats2, d, dy, g)
 
         d = _drop(dy, self.dropout, f"{of}.proj", scope)
-        d = self._linear(w, "proj", mixed, d, g)
-        d = ops.attention_backward(qkv, p, d)
-        d = self._linear(w, "qkv", normed1, d, g)
-        d = self._layernorm(w, "ln1", x, stats1, d, g)
-        return np.add(d, dy, out=d)
+        d = self._linear(w, "proj", mixed, d, g, scope)
+        d = ops.attention_backward(qkv, mixed, sums, d, new)
+        normed = ops.layernorm_again(x, *_weights(w, f"{of}.ln1"), stats1, new)
+        d = self._linear(w, "qkv", normed, d, g, scope)
+        return self._layernorm(w, "ln1", x, stats1, d, dy, g)
 
-    def _linear(self, w: Arrays, layer: str, x: F32, dy: F32, g: Arrays) -> F32:
+    def _linear(
+        self, w: Arrays, layer: str, x: F32, dy: F32, g: Arrays, scope: Scope, bias: bool = True
+    ) -> F32:
         name = f"{self.name}.{layer}"
-        return ops.linear_backward(x, w[f"{name}.weight"], dy, *_gradients(g, name))
+        dw, db = _gradients(g, name)
+        return ops.linear_backward(x, w[f"{name}.weight"], dy, dw, db if bias else None, scope.new)
 
-    def _layernorm(self, w: Arrays, layer: str, x: F32, stats: F32, dy: F32, g: Arrays) -> F32:
+    def _layernorm(
+        self, w: Arrays, layer: str, x: F32, stats: F32, dy: F32, more: F32, g: Arrays
+    ) -> F32:
         name = f"{self.name}.{layer}"
-        return ops.layernorm_backward(x, w[f"{name}.weight"], stats, dy, *_gradients(g, name))
+        weight, gradients = w[f"{name}.weight"], _gradients(g, name)
+        return ops.layernorm_backward(x, weight, stats, dy, *gradients, more)
 
     def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
-        """Count 16 C + H T + 4 numbers per token saved, C given."""
+        """Count 10 C + H + 4 numbers per token saved, C given."""
         tokens = 4 * batch * time
-        return tokens * (16 * self.width + self.heads * time + 4), tokens * self.width
+        return tokens * (10 * self.width + self.heads + 4), tokens * self.width
 
 
 @dataclass(frozen=True)
 class Head:
-    """``logits = ln_f(x) @ matrix.T``. Saves x, the statistics and the normed x."""
+    """``logits = ln_f(x) @ matrix.T``. Saves x and the statistics."""
 
     matrix: str
     width: int
 
-    def forward(self, w: Arrays, x: F32, scope: Scope) -> tuple[F32, Saved]:  # noqa: ARG002
+    def forward(self, w: Arrays, x: F32, scope: Scope) -> tuple[F32, Saved]:
         """Return the logits, shape (B, T, V)."""
-        normed, stats = ops.layernorm(x, *_weights(w, "ln_f"))
-        return ops.linear(normed, w[self.matrix]), (x, stats, normed)
+        normed, stats = ops.layernorm(x, *_weights(w, "ln_f"), scope.new)
+        return ops.linear(normed, w[self.matrix], None, scope.new), (x, stats)
 
-    def backward(
-        self,
-        w: Arrays,
-        saved: Saved,
-        dy: F32,
-        g: Arrays,
-        scope: Scope,  # noqa: ARG002
-    ) -> F32:
+    def backward(self, w: Arrays, saved: Saved, dy: F32, g: Arrays, scope: Scope) -> F32:
         """Return dx, shape (B, T, C); write the gradients of ln_f and of the matrix to g."""
-        x, stats, normed = saved
-        d = ops.linear_backward(normed, w[self.matrix], dy, g.get(self.matrix), None)
+        x, stats = saved
+        normed = ops.layernorm_again(x, *_weights(w, "ln_f"), stats, scope.new)
+        matrix = self.matrix
+        d = ops.linear_backward(normed, w[matrix], dy, g.get(matrix), None, scope.new)
         return ops.layernorm_backward(x, w["ln_f.weight"], stats, d, *_gradients(g, "ln_f"))
 
     def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
-        """Count 2 C + 2 numbers per token saved, C given."""
+        """Count C + 2 numbers per token saved, C given."""
         tokens = 4 * batch * time
-        return tokens * (2 * self.width + 2), tokens * self.width
+        return tokens * (self.width + 2), tokens * self.width
 
 
 def _layernorm(name: str, width: int) -> tuple[Parameter, ...]:

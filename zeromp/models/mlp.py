@@ -20,7 +20,7 @@ from zeromp.wire import F32
 
 @dataclass(frozen=True)
 class Dense:
-    """``gelu(x @ w.T + b)``, without GELU in the last layer. Saves x and what GELU was given."""
+    """``gelu(x @ w.T + b)``, without GELU in the last layer. Saves x and x @ w.T."""
 
     name: str
     inputs: int
@@ -28,27 +28,26 @@ class Dense:
     first: bool
     last: bool
 
-    def forward(self, w: Mapping[str, F32], x: F32, scope: Scope) -> tuple[F32, Saved]:  # noqa: ARG002
+    def forward(self, w: Mapping[str, F32], x: F32, scope: Scope) -> tuple[F32, Saved]:
         """Return the outputs, shape (B, O)."""
-        y = ops.linear(x, w[f"{self.name}.weight"], w[f"{self.name}.bias"])
-        return (y, (x, None)) if self.last else (ops.gelu(y), (x, y))
+        weight, bias = w[f"{self.name}.weight"], w[f"{self.name}.bias"]
+        if self.last:
+            return ops.linear(x, weight, bias, scope.new), (x, None)
+        y = ops.linear(x, weight, None, scope.new)
+        return ops.gelu(y, bias, scope.new), (x, y)
 
     def backward(
-        self,
-        w: Mapping[str, F32],
-        saved: Saved,
-        dy: F32,
-        g: Mapping[str, F32],
-        scope: Scope,  # noqa: ARG002
+        self, w: Mapping[str, F32], saved: Saved, dy: F32, g: Mapping[str, F32], scope: Scope
     ) -> F32 | None:
         """Return dx, shape (B, I), but None for the model's input; write gradients to g."""
         x, y = saved
-        dy = dy if self.last else ops.gelu_backward(y, dy)
         dw, db = g.get(f"{self.name}.weight"), g.get(f"{self.name}.bias")
+        if not self.last:
+            dy, db = ops.gelu_backward(y, w[f"{self.name}.bias"], dy, db), None
         if self.first:
             ops.linear_gradients(x, dy, dw, db)
             return None
-        return ops.linear_backward(x, w[f"{self.name}.weight"], dy, dw, db)
+        return ops.linear_backward(x, w[f"{self.name}.weight"], dy, dw, db, scope.new)
 
     def activation_bytes(self, batch: int, time: int) -> tuple[int, int]:
         """Count inputs and, but in the last layer, outputs saved, inputs given."""

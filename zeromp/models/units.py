@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zeromp.pool import fresh
 from zeromp.wire import F32
 
 Saved = tuple[Any, ...]  # arrays or None
@@ -65,7 +66,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Scope:
-    """Where a forward happens: all that the masks of dropout depend on.
+    """Where a forward happens: all that the masks of dropout depend on, and where arrays come from.
 
     Parameters
     ----------
@@ -75,12 +76,15 @@ class Scope:
         Number of the first sample of this micro-batch in the global batch.
     train : bool
         Without it, nothing is dropped.
+    new : callable
+        ``new(shape)`` is a float32 array with arbitrary values, from `zeromp.pool.Pool` or new.
     """
 
     seed: int = 0
     step: int = 0
     first_sample: int = 0
     train: bool = False
+    new: Callable[[tuple[int, ...]], F32] = fresh
 
     def key(self, site: str) -> int:
         """Return the 64-bit key of the dropout at a place in the model."""
