@@ -173,6 +173,7 @@ def main_figures(args, folder):
         del bench
     print(f"{args.parameters:,} parameters, {STATE_BYTES * args.parameters:,} bytes of states")
     print(tabulate(rows, "keys", disable_numparse=True))
+    print(f"load of the machine, this process included: {os.getloadavg()[0]:.1f}")
     print(f"kernel alone, states in memory: {kernel / args.parameters * 1e9:.1f} ns/param")
     for way, num_bytes in memory.items():
         print(f"resident set that the update adds, {way}: {num_bytes / 1e6:,.0f} MB")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -60,37 +59,46 @@ def folders(folder):
     return {path for path in folder.iterdir() if path.name.startswith("zeromp-")}
 
 
-@with_mpi
-def test_o072_jobs_leave_nothing_and_clean_after_the_dead_but_not_after_the_living(tmp_path):
-    living = start(JOBS / "offloaded.py", tmp_path, "waits", ranks=2)
-    while "step 1" not in (line := living.stdout.readline()):
+@pytest.fixture
+def living(tmp_path):
+    """A job that trains all the time, and the folder of its files."""
+    job = start(JOBS / "offloaded.py", tmp_path, "waits", ranks=2)
+    while "step 1" not in (line := job.stdout.readline()):
         assert line, "the job has ended"
-    (theirs,) = folders(tmp_path)
-    for how, words in {
-        "nothing": "trained",
-        "raises": "RuntimeError: disk on fire",
-        "terminated": "has left while rank",
-    }.items():
-        code, out = run(tmp_path, how)
-        assert words in out
-        assert (code == 0) == (how == "nothing")
-        assert folders(tmp_path) == {theirs}, how
-    run(tmp_path, "killed")
-    deadline = time.monotonic() + 10
-    while len(folders(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(folders(tmp_path)) == 2  # nobody was left to clean
-    code, out = run(tmp_path, "nothing")
-    assert code == 0
-    assert "rank00002.h5" in out  # named among those removed
-    assert folders(tmp_path) == {theirs}
-    assert {p.name for p in theirs.iterdir()} == {
-        f"rank0000{r}{suffix}" for r in range(2) for suffix in (".h5", ".alive")
-    }  # fmt: skip
-    os.killpg(living.pid, signal.SIGTERM)  # to all ranks, as a batch system does
-    end(living)
-    run(tmp_path, "nothing")
+    (folder,) = folders(tmp_path)
+    yield folder
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGKILL)
+    end(job)
+
+
+@with_mpi
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("nothing", "trained"),
+        ("raises", "RuntimeError: disk on fire"),
+        ("terminated", "has left while rank"),
+    ],
+)
+def test_o072_jobs_leave_nothing(tmp_path, how, words):
+    code, out = run(tmp_path, how)
+    assert words in out
+    assert (code == 0) == (how == "nothing")
     assert not folders(tmp_path)
+
+
+@with_mpi
+def test_o072_left_overs_of_the_dead_are_removed_and_nothing_of_the_living(tmp_path, living):
+    run(tmp_path, "killed")
+    (dead,) = folders(tmp_path) - {living}  # nobody was left to clean
+    code, out = run(tmp_path, "nothing")
+    assert code == 0, out
+    assert "rank00002.h5" in out  # named among those removed
+    assert not dead.exists()
+    assert {p.name for p in living.iterdir()} == {
+        f"rank0000{r}{suffix}" for r in range(2) for suffix in (".h5", ".alive")
+    }
 
 
 @with_mpi

@@ -19,7 +19,6 @@ On device and host these hand out the arrays themselves; on disk they move bytes
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -28,11 +27,11 @@ from numpy.typing import NDArray
 
 from zeromp.adamw import Arrays
 from zeromp.store import numa
-from zeromp.store.ahead import Pieces, Slot, read_ahead
+from zeromp.store.ahead import Pieces, Reader, Slot, read_ahead
 from zeromp.store.disk import Disk
 from zeromp.store.files import aligned
 from zeromp.store.ledger import Ledger
-from zeromp.store.placement import READ_AHEAD, Placement, page_up, share, slot_count, tile_bytes
+from zeromp.store.placement import READ_AHEAD, Placement, share, slot_count, tile_bytes
 from zeromp.store.places import Place, Places
 from zeromp.store.stack import Stack
 from zeromp.store.tiles import Tile, Walk
@@ -284,32 +283,7 @@ class Store:
         iterator of (str, dict of int to ndarray)
             The names, and the same numbers in memory.
         """
-        return read_ahead(items, slots, self._start_reading)
-
-    def _start_reading(
-        self, views: Pieces, slot: Slot | None
-    ) -> tuple[Pieces, "Future[None] | None"]:
-        """Start to read views into a slot; those in memory are counted and handed on."""
-        here, pairs, at = {}, [], 0
-        for index, view in views.items():
-            here[index] = view
-            place = self._places.find(view)
-            if place is None:
-                continue
-            self.cross(place.kind, view.nbytes, place.tier, "device")
-            if place.file is not None:
-                assert slot is not None and self.disk is not None
-                here[index] = slot[at : at + view.nbytes].view(view.dtype)
-                pairs.append((view, here[index]))
-                at += page_up(view.nbytes)
-        if not pairs:
-            return here, None
-        assert self.disk is not None
-        return here, self.disk.start(self._read_all, pairs)
-
-    def _read_all(self, pairs: list[tuple[NDArray[Any], NDArray[Any]]]) -> None:
-        for view, into in pairs:
-            self.read(view, into)
+        return read_ahead(items, slots, Reader(self._places, self.disk, self.cross).start)
 
     def reserve_tiles(self, arrays: Arrays, size: int) -> None:
         """Draw the buffers that `tiles` needs for these arrays, of `size` elements."""
