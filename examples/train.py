@@ -31,6 +31,8 @@ def arguments():
     add("--loss-scale", type=float, metavar="S", help="initial scale of the loss, with float16 (default 65536)")  # fmt: skip # noqa: E501
     add("--reduce", default="auto", choices=("auto", "shared", "ordered", "mpi"), help="add gradients in rank order, over shared memory or by messages, or as the MPI library does (default auto: shared where ranks share a node)")  # fmt: skip # noqa: E501
     add("--recompute", action="store_true", help="keep each block's input only, and compute the block again in backward")  # fmt: skip # noqa: E501
+    add("--fused", action="store_true", help="update each piece as soon as its gradient is reduced, and hold one piece of gradients (stages 2 and 3); clips by the norm of the step before")  # fmt: skip # noqa: E501
+    add("--share-weights", action="store_true", help="hold full weights once per node, shared by its ranks (stages 1 to 3)")  # fmt: skip # noqa: E501
     add("--device-memory", type=zm.num_bytes, metavar="BYTES", help="refuse to hold more than this on a rank, and name the rung that fits")  # fmt: skip # noqa: E501
     add("--offload", default="", metavar="THING=TIER,...", help="where things live: optimizer, gradients, parameters, activations on device, host or disk")  # fmt: skip # noqa: E501
     add("--offload-dir", metavar="DIR", help="folder on the disk for what is offloaded there")
@@ -146,6 +148,8 @@ def main():
         seed=args.seed,
         micro_batches=micro_batches,
         recompute=args.recompute,
+        fused=args.fused,
+        share_weights=args.share_weights,
         loss_scale=args.loss_scale,
         device_memory=args.device_memory,
         offload=args.offload,
@@ -161,10 +165,13 @@ def main():
     signals = zm.signals.STOPPING if args.save else ()
     with zm.Interrupt(world, signals) as interrupt:
         for step in range(first, args.steps):
+            lr = SCHEDULES[args.schedule](engine.applied, args.steps, args.lr, args.warmup)
+            how = {"lr": lr, "clip": args.clip or None}
+            if args.fused:
+                engine.prepare(**how)
             for x, y in tokens.batches(step, args.global_batch, micro, world):
                 engine.backward(x, y)
-            lr = SCHEDULES[args.schedule](engine.applied, args.steps, args.lr, args.warmup)
-            log.step(engine.step(lr=lr, clip=args.clip or None))
+            log.step(engine.step() if args.fused else engine.step(**how))
             done = step + 1
             if args.eval_every and done % args.eval_every == 0:
                 world.print(f"held-out loss {held_out_loss(engine, tokens, args.global_batch):.4f}")
