@@ -46,6 +46,7 @@ def arguments():
     add("--heads", type=int, default=4, help="attention heads (default 4)")
     add("--context", type=int, default=128, help="tokens that a prediction may look back on (default 128)")  # fmt: skip # noqa: E501
     add("--dropout", type=float, default=0.0, help="(default 0)")
+    add("--tiles", type=int, default=1, help="cut each block into tiles that are gathered one after the other: less memory for the weights in use (default 1)")  # fmt: skip # noqa: E501
     add("--seed", type=int, default=0, help="of weights, data and dropout (default 0)")
 
     add = parser.add_argument_group("data").add_argument
@@ -135,7 +136,13 @@ def main():
         tokens = zm.data.Tokens(args.data, context=args.context, seed=args.seed)
         check_checkpoints(args)
         model = zm.models.gpt(
-            tokens.vocab, args.layers, args.width, args.heads, args.context, args.dropout
+            tokens.vocab,
+            args.layers,
+            args.width,
+            args.heads,
+            args.context,
+            args.dropout,
+            tiles=args.tiles,
         )
     optimizer = zm.AdamW if args.optimizer == "adamw" else zm.SGD
     engine = zm.Engine(

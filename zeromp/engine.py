@@ -171,7 +171,8 @@ class Engine:
         numbers = [visit.layer.activation_bytes(*shape) for visit in path]
         store = self.zero.store
         tier = store.placement.activations
-        inputs = [of_input for _, of_input in numbers[:-1]] if self.recompute else []
+        kept = [n for (_, n), visit in zip(numbers[:-1], path, strict=False) if not visit.carried]
+        inputs = kept if self.recompute else []
         saved = numbers[-1:] if self.recompute else numbers
         need = Counter({"device": sum(of_saved for of_saved, _ in saved)})
         need[tier] += sum(inputs)
@@ -190,12 +191,15 @@ class Engine:
     ) -> tuple[F32, list[Saved]]:
         """Output, and what backward needs of each visit.
 
-        With recompute that is each visit's input, but for the last visit, whose backward is next.
+        With recompute that is each visit's input, but for the last visit, whose backward is next,
+        and for those whose input comes back with the gradient.
         """
         saved: list[Saved] = []
         for weights, visit in zip(self._sweep(path), path, strict=True):
             y, kept = visit.layer.forward(weights, x, scope)
-            saved.append((stack.put(x),) if self.recompute and visit is not path[-1] else kept)
+            if self.recompute and visit is not path[-1]:
+                kept = () if visit.carried else (stack.put(x),)
+            saved.append(kept)
             x = y
         return x, saved
 
@@ -214,7 +218,7 @@ class Engine:
         opened: set[str] = set()
         for i, (weights, visit) in enumerate(zip(self._sweep(order), order, strict=True)):
             kept = saved.pop()
-            if self.recompute and i > 0:
+            if self.recompute and i > 0 and not visit.carried:
                 _, kept = visit.layer.forward(weights, stack.take(kept[0]), scope)
             bucket = gradients.bucket(visit.unit)
             if visit.unit not in opened:

@@ -2,6 +2,8 @@
 
 from zeromp.models.gpt import gpt
 from zeromp.models.mlp import mlp
+from zeromp.models.parts import Part
+from zeromp.models.tiled import cut_tiles, join_tiles
 from zeromp.models.units import (
     Again,
     Layer,
@@ -18,10 +20,13 @@ __all__ = [
     "Layer",
     "Model",
     "Parameter",
+    "Part",
     "Saved",
     "Scope",
     "Unit",
     "Visit",
+    "cut_tiles",
     "gpt",
+    "join_tiles",
     "mlp",
 ]

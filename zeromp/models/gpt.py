@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp import layers as ops
+from zeromp.models.tiled_block import tiled_block
 from zeromp.models.units import Model, Parameter, Saved, Scope, Unit, Visit
 from zeromp.wire import F32
 
@@ -204,6 +205,16 @@ def _block(name: str, width: int, num_blocks: int) -> Unit:
     )
 
 
+def _stops(
+    block: Unit, width: int, heads: int, dropout: float, tiles: int
+) -> list[tuple[Unit, Visit]]:
+    """Units of a block and how they are visited: one, or its tiles."""
+    if tiles > 1:
+        return tiled_block(block, width, heads, dropout, tiles)
+    layer = Block(block.name, width, heads, dropout)
+    return [(block, Visit(block.name, layer, writes=block.names))]
+
+
 def _check(x: NDArray[Any], y: NDArray[Any] | None, vocab: int, context: int) -> None:
     """ValueError unless x and the targets y are arrays (B, T) of ids, T up to the context."""
     ops.check_tokens(x, vocab, context)
@@ -212,9 +223,10 @@ def _check(x: NDArray[Any], y: NDArray[Any] | None, vocab: int, context: int) ->
 
 
 def _check_sizes(
-    vocab: int, layers: int, width: int, heads: int, context: int, rate: float
+    vocab: int, layers: int, width: int, heads: int, context: int, rate: float, tiles: int
 ) -> None:
     sizes = {"vocab": vocab, "layers": layers, "width": width, "heads": heads, "context": context}
+    sizes["tiles"] = tiles
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"gpt: {name} {value} must be at least 1")
@@ -232,6 +244,7 @@ def gpt(
     context: int = 128,
     dropout: float = 0.0,
     tied: bool = True,
+    tiles: int = 1,
 ) -> Model:
     """Declare GPT-2's decoder for token ids (B, T), T up to the context.
 
@@ -242,31 +255,38 @@ def gpt(
         After the embedding and before each residual addition.
     tied : bool
         Whether the head's matrix is the token embedding: one parameter, in a unit visited twice.
+    tiles : int
+        Cut each block into so many tiles of its perceptron, and as many of its attention, or one
+        per head: units that are visited one after the other (`zeromp.models.tiled`). The function
+        and its initial values are the same. The embedding and the head are not cut.
 
     Returns
     -------
     Model
-        Units ``embed`` (wte, wpe, and ln_f if tied), ``blocks.0`` and so on, ``head`` (ln_f, head)
-        if not tied. Targets are ids (B, T), -1 where there is nothing to predict.
+        Units ``embed`` (wte, wpe, and ln_f if tied), ``blocks.0`` and so on (with tiles,
+        ``blocks.0.attention.tile0``, ``blocks.0.perceptron.tile0``), ``head`` (ln_f, head) if not
+        tied. Targets are ids (B, T), -1 where there is nothing to predict.
     """
-    _check_sizes(vocab, layers, width, heads, context, dropout)
+    _check_sizes(vocab, layers, width, heads, context, dropout, tiles)
     wte = Parameter("wte.weight", (vocab, width), std=_STD)
     wpe = Parameter("wpe.weight", (context, width), std=_STD)
     ln_f = _layernorm("ln_f", width)
     last = tuple(p.name for p in ln_f)
     head = wte if tied else Parameter("head.weight", (vocab, width), std=_STD)
-    blocks = [_block(f"blocks.{i}", width, layers) for i in range(layers)]
+    whole = [_block(f"blocks.{i}", width, layers) for i in range(layers)]
+    stops = [stop for block in whole for stop in _stops(block, width, heads, dropout, tiles)]
+    blocks = [unit for unit, _ in stops]
     if tied:
         units = (Unit("embed", (wte, wpe, *ln_f)), *blocks)
     else:
         units = (Unit("embed", (wte, wpe)), *blocks, Unit("head", (*ln_f, head)))
     path = (
         Visit("embed", Lookup(dropout), writes=(), adds=(wte.name, wpe.name)),
-        *(Visit(u.name, Block(u.name, width, heads, dropout), writes=u.names) for u in blocks),
+        *(visit for _, visit in stops),
         Visit(units[0 if tied else -1].name, Head(head.name, width), writes=(*last, head.name)),
     )
     return Model(
-        name=f"gpt-{layers}x{width}",
+        name=f"gpt-{layers}x{width}" + (f"-{tiles}tiles" if tiles > 1 else ""),
         units=units,
         path=path,
         loss=ops.cross_entropy,

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromp import layers as ops
+from zeromp.models.tiled import tiled_dense
 from zeromp.models.units import Model, Parameter, Saved, Scope, Unit, Visit
 from zeromp.wire import F32
 
@@ -78,7 +79,7 @@ def _size(targets: NDArray[Any]) -> int:
     return int(targets.size)
 
 
-def mlp(sizes: tuple[int, ...] = (8, 32, 4), loss: str = "cross_entropy") -> Model:
+def mlp(sizes: tuple[int, ...] = (8, 32, 4), loss: str = "cross_entropy", tiles: int = 1) -> Model:
     """Perceptron for float32 inputs (B, sizes[0]).
 
     Parameters
@@ -88,31 +89,40 @@ def mlp(sizes: tuple[int, ...] = (8, 32, 4), loss: str = "cross_entropy") -> Mod
     loss : str
         ``cross_entropy`` for targets that are integers (B,), -1 where there is nothing to predict,
         or ``mse``, the mean over all outputs, for float32 targets (B, sizes[-1]).
+    tiles : int
+        Cut each layer by its outputs into so many units, or one per output if those are fewer,
+        visited one after the other (`zeromp.models.tiled`); same function, same initial values.
 
     Returns
     -------
     Model
-        Units ``layers.0`` and so on, weights normal with standard deviation 1 / sqrt(inputs).
+        Units ``layers.0`` and so on (with tiles, ``layers.0.tile0``), weights normal with standard
+        deviation 1 / sqrt(inputs).
     """
     sizes = tuple(sizes)
     if len(sizes) < 2 or min(sizes) < 1:
         raise ValueError(f"mlp: sizes {sizes} must be two numbers or more, all at least 1")
     if loss not in ("cross_entropy", "mse"):
         raise ValueError(f"mlp: loss {loss!r} must be 'cross_entropy' or 'mse'")
+    if tiles < 1:
+        raise ValueError(f"mlp: tiles {tiles} must be at least 1")
     last = len(sizes) - 2
-    units, visits = [], []
+    stops: list[tuple[Unit, Visit]] = []
     for i, (inputs, outputs) in enumerate(pairwise(sizes)):
         name = f"layers.{i}"
         weight = Parameter(f"{name}.weight", (outputs, inputs), std=1 / math.sqrt(inputs))
         bias = Parameter(f"{name}.bias", (outputs,))
-        layer = Dense(name, inputs, outputs, first=i == 0, last=i == last)
-        units.append(Unit(name, (weight, bias)))
-        visits.append(Visit(name, layer, writes=(weight.name, bias.name)))
+        unit = Unit(name, (weight, bias))
+        if tiles > 1:
+            stops += tiled_dense(unit, outputs, inputs, tiles, first=i == 0, last=i == last)
+        else:
+            layer = Dense(name, inputs, outputs, first=i == 0, last=i == last)
+            stops.append((unit, Visit(name, layer, writes=unit.names)))
     ids = loss == "cross_entropy"
     return Model(
-        name="mlp-" + "x".join(map(str, sizes)),
-        units=tuple(units),
-        path=tuple(visits),
+        name="mlp-" + "x".join(map(str, sizes)) + (f"-{tiles}tiles" if tiles > 1 else ""),
+        units=tuple(unit for unit, _ in stops),
+        path=tuple(visit for _, visit in stops),
         loss=ops.cross_entropy if ids else ops.mse,
         count=ops.count_targets if ids else _size,
         check=functools.partial(_check, inputs=sizes[0], outputs=sizes[-1], ids=ids),

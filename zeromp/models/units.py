@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from zeromp.models.parts import Part
 from zeromp.pool import fresh
 from zeromp.wire import F32
 
@@ -38,12 +39,15 @@ class Parameter:
         Initial values are normal with this standard deviation,
     fill : float
         or this constant where `std` is 0.
+    part : Part or None
+        What it is a part of, if it is a tile: see `zeromp.models.tiled`.
     """
 
     name: str
     shape: tuple[int, ...]
     std: float = 0.0
     fill: float = 0.0
+    part: Part | None = None
 
     @property
     def size(self) -> int:
@@ -53,10 +57,20 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are gathered and reduced together.
+
+    Parameters
+    ----------
+    name : str
+        Unique in the model.
+    parameters : tuple of Parameter
+    whole : Unit or None
+        What it is a tile of: its initial values are parts of that unit's.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
+    whole: "Unit | None" = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,12 +141,16 @@ class Visit:
     adds : tuple of str
         Names whose gradient it adds to: the caller hands zeros, or what an earlier visit of the
         same backward left.
+    carried : bool
+        What its backward needs of its input comes along with the gradient, so that recomputation
+        keeps nothing of this visit: its backward is handed ``saved = ()``.
     """
 
     unit: str
     layer: Layer
     writes: tuple[str, ...]
     adds: tuple[str, ...] = ()
+    carried: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +187,8 @@ def _adding(visits: tuple[Visit, ...]) -> tuple[Visit, ...]:
         again = tuple(name for name in visit.writes if name in met)
         if again:
             writes = tuple(name for name in visit.writes if name not in met)
-            visit = Visit(visit.unit, Again(visit.layer, again), writes, visit.adds + again)
+            layer, adds = Again(visit.layer, again), visit.adds + again
+            visit = Visit(visit.unit, layer, writes, adds, visit.carried)
         met.update(visit.writes + visit.adds)
         path.append(visit)
     return tuple(reversed(path))
@@ -228,16 +247,22 @@ class Model:
         return sum(p.size for unit in self.units for p in unit.parameters)
 
     def initial(self, unit: Unit, seed: int) -> dict[str, F32]:
-        """Draw a unit's initial values: they depend on the seed and the unit's name alone."""
-        sequence = np.random.SeedSequence([seed, zlib.crc32(unit.name.encode())])
+        """Draw a unit's initial values: they depend on the seed and the unit's name alone.
+
+        Those of a tile are parts of the values of the unit that was cut.
+        """
+        whole = unit.whole or unit
+        sequence = np.random.SeedSequence([seed, zlib.crc32(whole.name.encode())])
         rng = np.random.Generator(np.random.PCG64(sequence))
+        kept = {p.part.name if p.part else p.name: p for p in unit.parameters}
         values = {}
-        for p in unit.parameters:
-            if p.std:
-                normal = rng.standard_normal(p.shape, np.float32)
-                values[p.name] = normal * np.float32(p.std)
-            else:
-                values[p.name] = np.full(p.shape, p.fill, np.float32)
+        for p in whole.parameters:
+            own = kept.get(p.name)
+            if p.std:  # drawn if not kept, too: what comes next depends on it
+                part = own.part if own else Part(p.name, p.shape, 0, ())
+                drawn = (part or Part(p.name, p.shape, 0, ((0, p.shape[0]),))).draw(rng, p.std)
+            if own:
+                values[own.name] = drawn if p.std else np.full(own.shape, p.fill, np.float32)
         return values
 
     def flops_per_token(self, time: int | None = None) -> int:
