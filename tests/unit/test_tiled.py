@@ -224,6 +224,10 @@ def test_a_tiled_block_may_be_visited_twice(recompute):
         first = [v for v in path if v.unit.startswith("blocks.0")]
         return dataclasses.replace(model, path=(*path[:-1], *first, path[-1]))
 
+    inner = [
+        visit.carried for visit in again(3).path if visit.unit.startswith("blocks.0.perceptron")
+    ]
+    assert inner == [False, True, False] * 2
     one, other = (step(again(tiles), w, x, y, recompute=recompute) for tiles in (1, 2))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
     for name, array in one[1].items():
@@ -369,6 +373,13 @@ def test_what_is_kept_does_not_grow_with_the_tiles():
     tokens_bytes = 4 * x.size
     assert [n - saved[0] for n in saved] == [0] + [2 * 2 * 8 * tokens_bytes] * 2
     assert [n - kept[0] for n in kept] == [0] + [2 * 5 * 8 * tokens_bytes] * 2
+
+
+def test_recompute_keeps_the_input_of_the_last_tile_of_a_layer():
+    """Outputs 0 to 5 and x before the last tile of layer 0; layer 1 is not computed again."""
+    engine = make(zm.models.mlp((5, 9, 4), tiles=3), recompute=True)
+    engine.backward(np.ones((7, 5), np.float32), np.zeros(7, np.int64))
+    assert engine.zero.store.peak["activations"] == 4 * 7 * (5 + 6 + 9)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
