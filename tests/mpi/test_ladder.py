@@ -125,6 +125,7 @@ PICKED = [  # the first two cases in full, the others with one way to reduce for
 ]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize(("way", "wire", "case"), PICKED)
 def test_stages_give_the_same_bytes(world, way, wire, case):
     results = {s: run(fresh(world, way), s, wire, **CASES[case]) for s in STAGES}
@@ -137,6 +138,7 @@ def test_stages_give_the_same_bytes(world, way, wire, case):
         assert any(r.clip_factor < 1 for r in reports)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("way", ["ordered", "shared"])
@@ -160,6 +162,7 @@ def test_recompute_changes_no_bit(world, wire, dropout):
     same_bytes(world, results)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("way", WAYS)
 def test_micro_batches(world, way, wire):
@@ -244,6 +247,7 @@ def test_bytes_held_are_the_papers(world, stage, wire, tied):
     assert total == [16 * psi * n, 4 * psi * n + 12 * psi, 2 * psi * n + 14 * psi, 16 * psi][stage]
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("wire", ["bfloat16", "float32"])
 @pytest.mark.parametrize("way", WAYS)

@@ -82,6 +82,7 @@ def node_sums(nodes, n, name, factor):
     return stored(total * np.float32(factor), name)
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cutter", [cut, lopsided])
 @pytest.mark.parametrize("name", FORMATS)
@@ -113,6 +114,7 @@ def test_a_sum_that_travels_between_nodes_in_parts(world, spread, monkeypatch):
         w.barrier()
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("place", [*PLACES, "in place"])
 @pytest.mark.parametrize("into", ["private", "window", "common"])
 @pytest.mark.parametrize("nodes", NODES)
@@ -281,6 +283,7 @@ def test_memory_that_is_refused(world, spread, monkeypatch):
     assert caught.value.on_all_ranks
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("wire", toys.WIRES)
 def test_stages_agree_over_nodes(world, spread, wire, nodes):
