@@ -165,7 +165,7 @@ def main():
         keep_offload=args.keep_offload,
         host_numa_node=args.host_numa_node,
     )
-    world.print(engine.zero.describe())
+    world.print(engine.describe())
 
     first = resume(engine, args)
     log = zm.RunLog(engine, args.steps, args.metrics, first)

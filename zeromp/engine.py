@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeromp import gemm
 from zeromp.adamw import Rule
 from zeromp.checkpoint import LoadReport
 from zeromp.models import Model, Saved, Scope, Visit
@@ -19,6 +20,7 @@ from zeromp.pool import Pool
 from zeromp.store import OverBudget, Stack
 from zeromp.wire import F32
 from zeromp.world import World
+from zeromp.world.cores import blas_threads
 from zeromp.zero import Group, Report, Source, Zero
 
 
@@ -305,6 +307,14 @@ class Engine:
             logits = self.predict(np.array([tokens[-self.model.context :]]))[0, -1]
             tokens.append(_draw(logits.astype(np.float64), temperature, rng))
         return tokens
+
+    def describe(self) -> str:
+        """Effective configuration: see `Zero.describe`; and what makes the products."""
+        threads = blas_threads()
+        return (
+            f"{self.zero.describe()}\n"
+            f"products by {gemm.name()}, {threads} thread{'s' if threads > 1 else ''} per rank"
+        )
 
     def close(self) -> None:
         """Remove this rank's files from the disk: see `Zero.close`."""

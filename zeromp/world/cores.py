@@ -22,6 +22,12 @@ def threads_per_rank(ranks_on_node: int) -> int | None:
     return max(1, len(os.sched_getaffinity(0)) // ranks_on_node)
 
 
+def blas_threads() -> int:
+    """Threads that BLAS libraries use now, at most."""
+    libraries = _libraries().select(user_api="blas").info()
+    return max((int(library["num_threads"]) for library in libraries), default=1)
+
+
 def limit_threads(ranks_on_node: int) -> None:
     """Let BLAS use this rank's share of the cores from now on."""
     _libraries().limit(limits=threads_per_rank(ranks_on_node))

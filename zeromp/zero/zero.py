@@ -418,8 +418,9 @@ class Zero:
 
     def describe(self) -> str:
         """Effective configuration, as text of a few lines."""
+        ranks = "rank" if self.world.size == 1 else "ranks"
         head = (
-            f"stage {self.stage} on {self.world.size} ranks ({self.world.transport.name}, "
+            f"stage {self.stage} on {self.world.size} {ranks} ({self.world.transport.name}, "
             f"reduce={self.world.reduce}), wire {self.wire}, {self.rule}"
         )
         if self.holders.placement != Placement():
