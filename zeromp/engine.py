@@ -139,8 +139,9 @@ class Engine:
         ):
             loss_sum = self.model.loss(output, y, factor)
             middle = time.perf_counter()
-            self._backward(path, saved, output, scope, stack)
-        del output
+            last = [output]
+            del output  # the logits are of no use after the first layer of backward
+            self._backward(path, saved, last.pop(), scope, stack)
         self.seconds["forward"] += middle - start
         self.seconds["backward"] += time.perf_counter() - middle
         return self.zero.end(loss_sum)

@@ -10,6 +10,7 @@ It is compared with NumPy before it is used. All ranks of a job should use the s
 of a product differ from one library to another.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -125,3 +126,9 @@ def _verify(product: Callable[[F32, F32, F32], F32], path: Path) -> None:
                         f"ZEROMP_BLAS={path} multiplies ({m}, {k}) by ({k}, {n}) wrongly: "
                         "perhaps it takes 64-bit integers; use a build with 32-bit ones (LP64)"
                     )
+
+
+# Loaded before the threads of BLAS libraries are limited; if that fails, its first use says why.
+if os.environ.get("ZEROMP_BLAS"):
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(str(_library() or ""))
