@@ -7,6 +7,20 @@ from collections.abc import Callable
 TEXT_BYTES = 4096
 
 before_abort: list[Callable[[], object]] = []  # what must be done before the job is aborted
+when_all_have_ended: list[Callable[[], object]] = []  # done by the guard, if there is one
+
+
+_guards: list[object] = []
+
+
+def guarded() -> bool:
+    """Whether a guard watches over the end of this process."""
+    return bool(_guards)
+
+
+def guard_by(guard: object) -> None:
+    """Note that a guard does."""
+    _guards.append(guard)
 
 
 def alike(error: Exception) -> Exception:

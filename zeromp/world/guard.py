@@ -23,7 +23,7 @@ from types import TracebackType
 import numpy as np
 from mpi4py import MPI
 
-from zeromp.world.errors import before_abort
+from zeromp.world.errors import before_abort, guard_by, when_all_have_ended
 
 RECORD_BYTES = 256  # int64 number of collectives entered, then the name of the present one
 POLL_SECONDS = 0.2
@@ -66,6 +66,7 @@ class Guard:
         """Take over the exception hook and the exit of this process, and start the watch."""
         sys.excepthook = self._on_exception
         atexit.register(self._on_exit)
+        guard_by(self)
         if self.size > 1:
             threading.Thread(target=self._watch, name="zeromp-guard", daemon=True).start()
 
@@ -104,6 +105,8 @@ class Guard:
                         "on all ranks"
                     )
             time.sleep(POLL_SECONDS)
+        for finish in when_all_have_ended:
+            finish()
         self.window.Free()  # waits for all, and answers those that still look into this window
 
     def _peers(self) -> list[tuple[int, int, str]]:

@@ -5,6 +5,7 @@ array may die on one rank long before its neighbour's twin does. So windows are 
 upon again, when the next array is drawn: ranks then tell one another whose arrays are gone.
 """
 
+import atexit
 import bisect
 import shutil
 import warnings
@@ -17,12 +18,39 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from zeromp.world.errors import alike
+from zeromp.world.errors import alike, guarded, when_all_have_ended
 
 CHUNK_BYTES = 2**20  # arrays up to a quarter of it share windows
 ALIGN = 64
 SHM = Path("/dev/shm")
 MOST_TOLD = 62  # windows whose end ranks tell one another at a time, one bit each
+
+
+_made: list[MPI.Win] = []  # all windows that are not freed, in the order in which they were made
+
+
+def _free(win: MPI.Win) -> None:
+    win.Unlock_all()
+    win.Free()
+
+
+def free_all() -> None:
+    """Free all windows, when all ranks have come to their end.
+
+    MPI_Finalize would free them, but Open MPI in an order of its own on each rank, and each window
+    waits for all of its ranks: with windows of several communicators, for ever.
+    """
+    while _made:
+        _free(_made.pop(0))
+
+
+when_all_have_ended.append(free_all)
+
+
+@atexit.register
+def _free_without_guard() -> None:
+    if not MPI.Is_finalized() and not guarded():
+        free_all()
 
 
 @dataclass
@@ -115,6 +143,7 @@ class NodeMemory:
         segment = np.asarray(segments[self.rank])[:num_bytes]
         window = Window(self.made, win, bases, segment, common)
         self.windows[self.made] = window
+        _made.append(win)
         self.made += 1
         self._sort()
         return window
@@ -159,8 +188,8 @@ class NodeMemory:
         gone = int(np.bitwise_and.reduce(table[:, 1]))
         for i, window in enumerate(told):
             if gone >> i & 1:
-                window.win.Unlock_all()
-                window.win.Free()
+                _made.remove(window.win)
+                _free(window.win)
                 del self.windows[window.number]
         if gone:
             self._sort()
