@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from zeromp.flat import Flat, Layout, bucket_slots
 from zeromp.store import Store
 from zeromp.wire import F32, FORMATS, Format, accumulate, convert, narrow_in_place
-from zeromp.world import World
+from zeromp.world import Reduction, World
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,15 @@ class GradientPlan:
         Units in the order in which backward visits them.
     fused : bool
         Whether each piece is used up as soon as it is reduced, so that none need be kept.
+    late : int
+        Units whose reduction may still be under way while the next unit's gradient is made.
     """
 
     micro_batches: int
     travel: Format | None
     visits: tuple[str, ...]
     fused: bool = False
+    late: int = 0
 
     def sent(self, flat: Flat) -> Format:
         """Format in which the gradients of a flat are sent."""
@@ -56,7 +59,12 @@ class Buckets:
     """
 
     def __init__(
-        self, layout: Layout, store: Store, plan: GradientPlan, kept: Sequence[NDArray[Any]]
+        self,
+        layout: Layout,
+        store: Store,
+        plan: GradientPlan,
+        kept: Sequence[NDArray[Any]] = (),
+        late: int = 0,
     ) -> None:
         self.layout = layout
         self.buffers: list[dict[str, F32]] = []  # of each flat: unit -> its bucket
@@ -66,7 +74,7 @@ class Buckets:
                 self.buffers.append({unit: kept[index][spans[unit]] for unit in spans})
                 continue
             sizes = {unit: flat.size(unit) for unit in flat.counts}
-            slots, widths = bucket_slots([u for u in plan.visits if u in sizes], sizes)
+            slots, widths = bucket_slots([u for u in plan.visits if u in sizes], sizes, late)
             pool = [store.empty("buffers", width, np.float32) for width in widths]
             self.buffers.append({u: pool[slots[u]][: sizes[u]] for u in sizes})
 
@@ -123,12 +131,24 @@ class Courier:
         self, index: int, unit: str, whole: NDArray[Any], own: NDArray[Any], add: bool
     ) -> None:
         """Write the mean over ranks of this rank's piece of `whole` to `own`, or add it."""
+        request = self.start(index, unit, whole)
+        self.complete(index, request, own, add)
+        request.release()
+
+    def start(self, index: int, unit: str, whole: NDArray[Any]) -> Reduction:
+        """Start sending a unit's gradient."""
         counts = self.layout.trainable[index].counts[unit]
-        outgoing, incoming = self._ready(index, whole), self.incoming[index]
+        outgoing, size = self._ready(index, whole), self.world.size
+        room = self.received[: size * counts[self.world.rank] * outgoing.itemsize]
+        return self.world.start_reduce_scatter(
+            outgoing, counts, 1 / size, unit, room.view(outgoing.dtype)
+        )
+
+    def complete(self, index: int, request: Reduction, own: NDArray[Any], add: bool) -> None:
+        """Write the mean over ranks of this rank's piece to `own`, or add it."""
+        incoming = self.incoming[index]
         incoming = own if incoming is None else incoming[: own.size]
-        size = self.world.size
-        room = self.received[: size * incoming.nbytes].view(outgoing.dtype)
-        self.world.reduce_scatter(outgoing, incoming, counts, 1 / size, unit, room)
+        request.wait(incoming)
         if add:
             accumulate(incoming, own)
         elif incoming is not own:

@@ -246,11 +246,12 @@ def group_by_size(sizes: Mapping[str, int], limit: int) -> dict[str, str]:
 
 
 def bucket_slots(
-    visits: Iterable[str], sizes: Mapping[str, int]
+    visits: Iterable[str], sizes: Mapping[str, int], late: int = 0
 ) -> tuple[dict[str, int], tuple[int, ...]]:
     """Give each unit's bucket a buffer, so that units whose buckets are open together have two.
 
-    A bucket opens at the first visit of its unit in backward and closes at the last.
+    A bucket opens at the first visit of its unit in backward and closes at the last; it is free
+    when `late` more have closed.
 
     Parameters
     ----------
@@ -258,6 +259,7 @@ def bucket_slots(
         Units in the order in which backward visits them; a tied unit appears more than once.
     sizes : dict of str to int
         Elements of each unit.
+    late : int
 
     Returns
     -------
@@ -271,6 +273,7 @@ def bucket_slots(
     slots: dict[str, int] = {}
     widths: list[int] = []
     free: list[int] = []
+    closed: list[int] = []
     for i, unit in enumerate(order):
         if unit not in slots:
             if not free:
@@ -280,7 +283,9 @@ def bucket_slots(
             free.remove(slots[unit])
             widths[slots[unit]] = max(widths[slots[unit]], sizes.get(unit, 0))
         if last[unit] == i:
-            free.append(slots[unit])
+            closed.append(slots[unit])
+            if len(closed) > late:
+                free.append(closed.pop(0))
     return slots, tuple(widths)
 
 

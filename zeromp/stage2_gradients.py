@@ -14,13 +14,15 @@ traffic per step     psi                              psi, per micro-batch
 ===================  ===============================  =========================================
 
 Backward writes float32 into a *bucket*, a unit's flat gradient. `close` takes the bucket in: the
-full way keeps it, the sharded way reduces it at once, and both leave it free for another unit. With
-one micro-batch per step the two send the same messages, and get the same bits. With more, the full
-way adds micro-batches before it adds ranks, the sharded way after. Rajbhandari et al. 2020,
+full way keeps it, the sharded way starts to reduce it, and both leave it free for another unit.
+With one micro-batch per step the two send the same messages, and get the same bits. With more, the
+full way adds micro-batches before it adds ranks, the sharded way after. Rajbhandari et al. 2020,
 arXiv:1910.02054, sections 5.2 and 7.2.1.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from zeromp.buckets import Buckets, Courier, GradientPlan
 from zeromp.flat import Flat, Layout
 from zeromp.store import Store
 from zeromp.wire import F32, accumulate, convert
-from zeromp.world import World
+from zeromp.world import Reduction, World
 
 
 class FullGradients:
@@ -90,26 +92,55 @@ class ShardedGradients:
         self.layout, self.store = layout, store
         self.extents = [f.passing if plan.fused else f.shard for f in layout.trainable]
         self.arrays = _arrays(layout, self.extents, store, plan)
-        self.buckets = Buckets(layout, store, plan, [])
+        self.late = plan.late
+        self.buckets = Buckets(layout, store, plan, late=plan.late)
         self.courier = Courier(layout, store, world, plan, full=False)
         self.filled: set[str] = set()
+        self.flying: deque[_Flying] = deque()  # reductions that are not complete yet,
+        self.landed: list[_Flying] = []  # and those whose buckets other ranks may still read
 
     def bucket(self, unit: str) -> dict[str, F32]:
         """Views, by name, into which backward writes the gradient of a unit."""
+        for index, _ in _having(self.layout, unit):
+            self._free(self.buckets.flat(index, unit))
         return self.buckets.views(unit)
 
     def close(self, unit: str) -> None:
-        """Reduce a finished bucket; this rank keeps its piece of the mean over ranks."""
-        for index, _ in _having(self.layout, unit):
+        """Start reducing a finished bucket; this rank keeps its piece of the mean over ranks.
+
+        With `late` 1 it is completed at the close of the next unit, or now if all ranks have come
+        so far: none waits for one that is a little behind.
+        """
+        found = _having(self.layout, unit)
+        for index, _ in found:
             bucket = self.buckets.flat(index, unit)
             own = self.arrays[index][self.extents[index].own[unit]]
-            add = unit in self.filled
-            with self.store.writing(own, keep=add) as piece:
-                self.courier.reduce(index, unit, bucket, piece, add)
+            request = self.courier.start(index, unit, bucket)
+            self.flying.append(_Flying(index, bucket, own, unit in self.filled, request))
         self.filled.add(unit)
+        waiting = len(found) if self.late else 0
+        while len(self.flying) > waiting or (self.flying and self.flying[0].request.ready()):
+            self._complete()
+
+    def _complete(self) -> None:
+        """Complete the oldest reduction."""
+        oldest = self.flying.popleft()
+        with self.store.writing(oldest.own, keep=oldest.add) as piece:
+            self.courier.complete(oldest.index, oldest.request, piece, oldest.add)
+        self.landed.append(oldest)
+
+    def _free(self, bucket: F32) -> None:
+        """Wait until no rank reads what was in a bucket's buffer."""
+        while any(np.shares_memory(bucket, f.bucket) for f in self.flying):
+            self._complete()
+        for landed in [f for f in self.landed if np.shares_memory(bucket, f.bucket)]:
+            landed.request.release()
+            self.landed.remove(landed)
 
     def finish(self) -> None:
-        """Everything is reduced already."""
+        """Complete what is under way: all is reduced then."""
+        while self.flying:
+            self._complete()
 
     def gather(self) -> None:
         """Not for sharded gradients: the table of stages pairs them with sharded states."""
@@ -117,7 +148,19 @@ class ShardedGradients:
 
     def clear(self) -> None:
         """Forget all gradients."""
+        self.finish()
         self.filled.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class _Flying:
+    """The reduction of a unit's bucket, and where this rank's piece of it goes."""
+
+    index: int
+    bucket: F32
+    own: NDArray[Any]
+    add: bool
+    request: Reduction
 
 
 def _having(layout: Layout, unit: str) -> list[tuple[int, Flat]]:

@@ -125,11 +125,13 @@ class ShardedParameters:
         free = deque(self.window)
         gathering: deque[tuple[str, list[NDArray[Any]], dict[int, NDArray[Any]], list[Request]]]
         gathering = deque()
+        sent: list[Request] = []
         try:
             while True:
                 while free and (item := next(ahead, None)) is not None:
                     buffers = free.popleft()
                     gathering.append((item[0], buffers, *self._start(*item, buffers)))
+                    sent += gathering[-1][-1]
                 if not gathering:
                     return
                 unit, buffers, here, requests = gathering[0]
@@ -146,6 +148,8 @@ class ShardedParameters:
             for _, _, _, requests in gathering:
                 for request in requests:
                     request.wait()
+            for request in sent:  # and no rank that still reads the pieces of this one
+                request.release()
 
     def _pieces(self, unit: str) -> dict[int, NDArray[Any]]:
         """Piece of a unit that this rank stores, in each flat."""

@@ -5,6 +5,7 @@ Several nodes are played on one: `MpiTransport` is told which ranks share a node
 
 import gc
 import importlib
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -256,6 +257,54 @@ def test_different_collectives_are_named_without_debug_mode(world, spread):
     assert f"rank {w.size - 1} calls a barrier" in str(caught.value)
     assert caught.value.on_all_ranks
     w.barrier()
+
+
+def test_a_rank_that_has_read_goes_on(world, spread):
+    """It waits for the others to start a collective, not to complete it: that would hang here."""
+    if world.size == 1:
+        return
+    w = zm.World(spread["one"], "shared")
+    counts = [3] * w.size
+    bucket, whole = (w.empty(3 * w.size, np.float32) for _ in range(2))
+    own, piece = w.empty(3, np.float32), np.empty(3, np.float32)
+    own[:], bucket[:] = w.rank, w.rank
+    gather = w.start_all_gather(own, whole, counts)
+    reduction = w.start_reduce_scatter(bucket, counts, 1.0)
+    if w.rank == 0:
+        gather.wait()
+        reduction.wait(piece)
+    w.barrier()
+    if w.rank != 0:
+        assert reduction.ready()
+        gather.wait()
+        reduction.wait(piece)
+    assert whole.tolist() == [r for r in range(w.size) for _ in range(3)]
+    assert piece.tolist() == [sum(range(w.size))] * 3
+    gather.release()
+    reduction.release()
+
+
+def test_what_was_sent_is_kept_until_all_have_read_it(world, spread):
+    if world.size == 1:
+        return
+    w = zm.World(spread["one"], "shared")
+    counts = [5] * w.size
+    bucket, own = w.empty(5 * w.size, np.float32), w.empty(5, np.float32)
+    for turn in range(5):
+        own[:], bucket[:] = turn, turn + w.rank
+        whole, piece = np.empty(5 * w.size, np.float32), np.empty(5, np.float32)
+        gather = w.start_all_gather(own, whole, counts)
+        reduction = w.start_reduce_scatter(bucket, counts, 1.0)
+        if w.rank == turn % w.size:
+            time.sleep(0.02)
+        gather.wait()
+        reduction.wait(piece)
+        gather.release()
+        own[:] = np.nan
+        reduction.release()
+        bucket[:] = np.nan
+        assert set(whole) == {turn}
+        assert set(piece) == {w.size * turn + sum(range(w.size))}
 
 
 def test_the_way_follows_from_where_ranks_are(world, spread):

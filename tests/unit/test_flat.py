@@ -106,13 +106,20 @@ def test_segments_map_each_covered_element(arrays, num_ranks, data):
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=14), st.data())
 def test_bucket_slots_against_a_simulation(visits, data):
-    """Walk backward: what is open at once never shares a buffer, and no buffer is without need."""
+    """Walk backward: what is in use at once never shares a buffer, and no buffer is without need.
+
+    In use is what is open, and the `late` buckets that have closed last.
+    """
     sizes = {unit: data.draw(st.integers(0, 9)) for unit in sorted(set(visits))}
-    slots, widths = bucket_slots(visits, sizes)
+    late = data.draw(st.integers(0, 2))
+    slots, widths = bucket_slots(visits, sizes, late)
     assert slots.keys() == sizes.keys()
     most = 0
     for i in range(len(visits)):
-        is_open = {u for u in set(visits[: i + 1]) if u in visits[i:]}
+        seen = set(visits[: i + 1])
+        last = {u: len(visits) - 1 - visits[::-1].index(u) for u in seen}
+        closed = sorted((u for u in seen if last[u] < i), key=last.__getitem__)
+        is_open = {u for u in seen if u in visits[i:]} | set(closed[len(closed) - late :])
         assert len({slots[u] for u in is_open}) == len(is_open)
         most = max(most, len(is_open))
     assert len(widths) == most

@@ -46,6 +46,8 @@ class Case:
         Whether ranks fold in rank order, which takes a buffer to receive all pieces.
     fused : bool
         Whether a piece of gradient is used up before the next is reduced.
+    late : int
+        Units whose reduction may be under way while the next unit's gradient is made.
     sharers, sharer : int
         Ranks that hold full weights together, and which of them this one is.
     placement : Placement
@@ -62,6 +64,7 @@ class Case:
     visits: tuple[str, ...] = ()
     ordered: bool = False
     fused: bool = False
+    late: int = 0
     sharers: int = 1
     sharer: int = 0
     placement: Placement = field(default_factory=Placement)
@@ -93,6 +96,7 @@ class Case:
             getattr(plan, "visits"),  # noqa: B009
             world.reduce == "ordered",
             getattr(plan, "fused"),  # noqa: B009
+            getattr(plan, "late"),  # noqa: B009
             world.sharers if share_weights else 1,
             world.sharer if share_weights else 0,
             placement or Placement(),

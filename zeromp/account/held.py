@@ -131,7 +131,8 @@ def _gradient_bytes(case: Case, flat: FlatCase, stage: int) -> int:
     kept, sent = case.kept(flat), case.sent(flat)
     in_place = stage < 2 and case.micro_batches == 1 and kept == "float32"
     visits = [u for u in case.visits if u in flat.sizes]
-    bucket = 0 if in_place else 4 * sum(bucket_slots(visits, flat.sizes)[1])
+    late = case.late if stage >= 2 else 0
+    bucket = 0 if in_place else 4 * sum(bucket_slots(visits, flat.sizes, late)[1])
     outgoing = max(flat.sizes.values()) * ITEMSIZE[sent] if stage < 2 and kept != sent else 0
     direct = stage >= 2 and sent == kept and case.micro_batches == 1
     widest_piece = max(flat.pieces(case.num_ranks, case.rank))

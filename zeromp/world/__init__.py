@@ -6,10 +6,20 @@ from zeromp.world.cores import limit_threads
 from zeromp.world.errors import alike
 from zeromp.world.ledger import Ledger
 from zeromp.world.threads import ThreadTransport, _Shared, threads
-from zeromp.world.transport import Request
+from zeromp.world.transport import Reduction, Request
 from zeromp.world.world import REDUCE_WAYS, World
 
-__all__ = ["REDUCE_WAYS", "Ledger", "Request", "World", "alike", "alone", "threads", "world"]
+__all__ = [
+    "REDUCE_WAYS",
+    "Ledger",
+    "Reduction",
+    "Request",
+    "World",
+    "alike",
+    "alone",
+    "threads",
+    "world",
+]
 
 # What launchers of MPI jobs tell a process about the number of ranks, and about its own.
 SIZE_VARIABLES = (

@@ -1,4 +1,6 @@
-"""The board: how the ranks of a node tell one another where they are, in memory that all can read.
+"""The board and the tally: how the ranks of a node tell one another where they are.
+
+Both lie in memory that all can read.
 
 Each rank has a row of slots. Its k-th message goes into slot k modulo `SLOTS`: what it is about, a
 place in shared memory, up to `NOTE_BYTES` bytes of text or numbers, and, written last, the number
@@ -7,8 +9,11 @@ before it posted is then there to be read. That is a barrier and a message in on
 into the operating system or into MPI, and the only synchronisation that shared memory needs.
 
 A slot is written again `SLOTS` messages later. All ranks post the same messages in the same order,
-so a rank gets one message ahead of the slowest, or `SLOTS` / 2 where it starts requests without
-waiting for them (`SharedTransport` sees to that), but never that far.
+so a rank gets one message ahead of the slowest, or `SLOTS` / 2 where it posts without waiting
+(`SharedTransport` sees to that), but never that far.
+
+A tally is one number per rank: how many things of some kind, which all do in the same order, it has
+done. Who must know that all have done the k-th waits until all numbers are k or more.
 
 A rank that waits spins for some microseconds, then yields its core, then sleeps, longer the longer
 it has waited: with more ranks than cores, the one that it waits for may need this very core.
@@ -35,6 +40,7 @@ SLOT_BYTES = 256
 HEAD_BYTES = 32  # int64: number, what, window, offset
 NOTE_BYTES = SLOT_BYTES - HEAD_BYTES
 BOARD_BYTES = SLOTS * SLOT_BYTES
+TALLY_BYTES = 64  # a line of the cache
 SPINS = 2000  # a few microseconds
 YIELDS = 50
 AWAKE_SECONDS = 0.001
@@ -110,6 +116,25 @@ def _arrived(boards, slot, number, spins, yields, table):  # type: ignore[no-unt
         if table[rank, 0] != table[0, 0]:
             same = 2
     return same
+
+
+@kernel("int64(int64[::1], int64, int64, int64)")
+def _reached(tallies, number, spins, yields):  # type: ignore[no-untyped-def]
+    """Whether all tallies have come to a number."""
+    for rank in range(tallies.size):
+        tries = 0
+        while _load(tallies[rank]) < number:
+            tries += 1
+            if tries > spins:
+                if tries > spins + yields:
+                    return 0
+                _yield()
+    return 1
+
+
+@kernel("void(int64, int64)")
+def _set(tally, number):  # type: ignore[no-untyped-def]
+    _store(tally, number)
 
 
 @kernel("void(int64, int64, int64)")
@@ -190,20 +215,64 @@ class Board:
         They are overwritten by the next call.
         """
         slot = number % SLOTS * SLOT_BYTES
-        state = _arrived(self.boards, slot, number, SPINS, YIELDS, self.heads)
-        start = 0.0
-        while not state:  # now and then in Python, so that signals and other threads get a turn
-            start = start or time.perf_counter()
-            waited = time.perf_counter() - start
-            if waited > AWAKE_SECONDS:
-                time.sleep(min(waited / 10, LONGEST_SLEEP))
-                self.poke()
-            state = _arrived(self.boards, slot, number, 0, YIELDS, self.heads)
+        boards, heads = self.boards, self.heads
+        state = _patiently(
+            lambda spins, yields: _arrived(boards, slot, number, spins, yields, heads), self.poke
+        )
         if state == 2:
-            self.differ(self.heads)
-        return self.heads
+            self.differ(heads)
+        return heads
+
+    def here(self, number: int) -> bool:
+        """Whether all have posted a message, without waiting."""
+        slot = number % SLOTS * SLOT_BYTES
+        return bool(_arrived(self.boards, slot, number, 0, 0, self.heads))
 
     def notes(self, number: int, into: NDArray[Any]) -> None:
         """Write what all ranks have noted in a message, of equal sizes, one after the other."""
         slots = self.boards + number % SLOTS * SLOT_BYTES
         _notes(slots, into.nbytes // slots.size, into.__array_interface__["data"][0])
+
+
+class Tally:
+    """How many things each rank of this node has done.
+
+    Parameters
+    ----------
+    window : Window
+        Where the tally lies, TALLY_BYTES of each rank's segment, zeroed before any rank counts.
+    offset : int
+        From which byte on.
+    index : int
+        This rank's place in its node.
+    poke : callable
+        See `Board`.
+    """
+
+    def __init__(self, window: "Window", offset: int, index: int, poke: Callable[[], Any]) -> None:
+        self.tallies = window.bases + offset
+        self.address = int(self.tallies[index])
+        self.poke = poke
+
+    def reach(self, number: int) -> None:
+        """Say that this rank has done the things up to a number."""
+        _set(self.address, number)
+
+    def wait(self, number: int) -> None:
+        """Wait until all have."""
+        tallies = self.tallies
+        _patiently(lambda spins, yields: _reached(tallies, number, spins, yields), self.poke)
+
+
+def _patiently(look: Callable[[int, int], int], poke: Callable[[], Any]) -> int:
+    """Look until there is something to be seen, and return that."""
+    seen = look(SPINS, YIELDS)
+    start = 0.0
+    while not seen:  # now and then in Python, so that signals and other threads get a turn
+        start = start or time.perf_counter()
+        waited = time.perf_counter() - start
+        if waited > AWAKE_SECONDS:
+            time.sleep(min(waited / 10, LONGEST_SLEEP))
+            poke()
+        seen = look(0, YIELDS)
+    return seen

@@ -53,6 +53,9 @@ class MpiRequest:
         """Wait for completion."""
         self.request.Wait()
 
+    def release(self) -> None:
+        """Nothing: with MPI, what is complete is complete in both directions."""
+
 
 class MpiTransport:
     """Collectives of an MPI library, on a communicator of our own.

@@ -1,10 +1,14 @@
 """Collectives over shared memory: ranks of a node read one another's arrays, and copy nothing.
 
 A reduce-scatter: every rank posts where its bucket lies; when all have, each folds its own piece
-straight out of all buckets, in rank order, in float32, rounding once: the bits of "ordered". When
-all have folded, they return. An all-gather: every rank posts where its piece lies, and copies the
-others' pieces from there. Where the whole is one array that the node's ranks hold together
-(`NodeMemory.common`), each writes its own piece into it instead, and nothing is read.
+straight out of all buckets, in rank order, in float32, rounding once: the bits of "ordered". An
+all-gather: every rank posts where its piece lies, and copies the others' pieces from there. Where
+the whole is one array that the node's ranks hold together (`NodeMemory.common`), each writes its
+own piece into it instead, and nothing is read.
+
+Posting waits for nobody, and a rank that has read says so and goes on: only who writes to what he
+posted must wait until all have read it (`release`). So ranks drift apart by as much as there are
+buffers for, instead of waiting at each unit for whoever is late there.
 
 An array that lies in no window (see `NodeMemory`) is brought to its readers through a small window
 of this rank's, the *lobby*, as much at a time as fits. Nothing depends on where an array lives, and
@@ -28,7 +32,16 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from zeromp import wire
-from zeromp.world.board import BOARD_BYTES, NOTE_BYTES, SLOTS, Board, copy_bytes, copy_pieces
+from zeromp.world.board import (
+    BOARD_BYTES,
+    NOTE_BYTES,
+    SLOTS,
+    TALLY_BYTES,
+    Board,
+    Tally,
+    copy_bytes,
+    copy_pieces,
+)
 from zeromp.world.errors import alike
 from zeromp.world.memory import NodeMemory
 from zeromp.world.topology import Topology
@@ -39,6 +52,7 @@ CROSS_BYTES = 2**22  # of sums that travel between nodes at a time
 BARRIER, FOLD, GATHER, GATHER_COMMON, NOTE = range(5)
 KINDS = ("a barrier", "a reduce-scatter", "an all-gather", "an all-gather", "an exchange")
 PRIVATE = -1  # in place of a window's number
+CONTROL_BYTES = 2 * BOARD_BYTES + 2 * TALLY_BYTES
 
 At = Callable[[int], NDArray[np.int64]]  # index of a part -> its addresses, one per rank of a node
 
@@ -68,16 +82,19 @@ class SharedTransport:
         self.memory = NodeMemory(node)
         self.sharers, self.sharer = node.Get_size(), node.Get_rank()
         self.lobby_bytes = max(LOBBY_BYTES, LOBBY_BYTES_PER_RANK * self.size)
-        window = self.memory.make(2 * BOARD_BYTES + self.lobby_bytes, common=False)
-        window.segment[: 2 * BOARD_BYTES] = 0
+        window = self.memory.make(CONTROL_BYTES + self.lobby_bytes, common=False)
+        window.segment[:CONTROL_BYTES] = 0
         node.Barrier()
-        # Two boards: messages between the start of a gather and its end do not take its slot.
-        self.board = Board(window, 0, self.sharer, self._differ, self._poke)
-        self.starts = Board(window, BOARD_BYTES, self.sharer, self._differ, self._poke)
-        self.lobby = window.segment[2 * BOARD_BYTES :]
-        self.lobbies = window.bases + 2 * BOARD_BYTES
+        boards = (
+            Board(window, i * BOARD_BYTES, self.sharer, self._differ, self._poke) for i in range(2)
+        )
+        self.calls, self.meetings = boards  # what is called, and what takes place inside of that
+        tallies = (2 * BOARD_BYTES + i * TALLY_BYTES for i in range(2))
+        self.read, self.folded = (Tally(window, t, self.sharer, self._poke) for t in tallies)
+        self.lobby = window.segment[CONTROL_BYTES:]
+        self.lobbies = window.bases + CONTROL_BYTES
         self.crossed_bytes = 0
-        self._flying: deque[_Gather] = deque()
+        self._open: deque[_Posted] = deque()  # requests whose heads are not read yet
         self._cuts: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
         self._nears: dict[Any, tuple[NDArray[np.int64], NDArray[np.int64], int]] = {}
 
@@ -91,32 +108,29 @@ class SharedTransport:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._meet()
+        self.calls.wait(self._call(BARRIER))
         if self.topology.num_nodes > 1:
             self.comm.Barrier()
 
     def exchange(self, mine: NDArray[Any], table: NDArray[Any]) -> None:
         """All-gather of a few numbers, the same number of them from each rank."""
         if self.topology.num_nodes > 1 or mine.nbytes > NOTE_BYTES:
-            self.start_all_gather(mine, table, [mine.size] * self.size).wait()
+            request = self.start_all_gather(mine, table, [mine.size] * self.size)
+            request.wait()
+            request.release()
             return
-        number = self.board.post(NOTE + 8 * mine.nbytes, note=mine)
-        self.board.wait(number)
-        self.board.notes(number, table)
+        number = self._call(NOTE, mine.nbytes, note=mine)
+        self.calls.wait(number)
+        self.calls.notes(number, table)
 
-    def reduce_scatter(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
-    ) -> None:
-        """Leave `factor` times the sum over ranks of piece r on rank r: [Note: between nodes]."""
-        rows = self.board.wait(self._post(self.board, FOLD, bucket.nbytes, bucket))
-        parts = self._parts(counts)
-        if self.topology.num_nodes > 1:
-            self._reduce_over_nodes(bucket, piece, parts, rows.copy(), factor)
-            return
-        for low, high, at in self._rounds(bucket, rows, parts, 0, max(counts)):
-            target = piece[low:high]
-            if target.size:
-                wire.fold_at(at(self.rank), bucket, factor, target)
+    def start_reduce_scatter(
+        self, bucket: NDArray[Any], counts: Sequence[int], factor: np.float32
+    ) -> "_Reduction":
+        """Post a bucket; the request, when it is waited for, folds this rank's piece out of all."""
+        number = self._call(FOLD, bucket.nbytes, bucket)
+        request = _Reduction(self, number, bucket, counts, factor)
+        self._open.append(request)
+        return request
 
     def start_all_gather(
         self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int]
@@ -126,20 +140,39 @@ class SharedTransport:
         A `whole` from `node_empty` is written when no rank of the node reads it any more, which a
         rank says by starting this gather.
         """
-        if len(self._flying) >= SLOTS // 2:
-            self._flying[0].wait()
         window, _ = self.memory.find(whole)
         kind = GATHER_COMMON if window is not None and window.common else GATHER
-        number = self._post(self.starts, kind, whole.nbytes, piece)
-        self._flying.append(_Gather(self, number, kind, piece, whole, counts))
-        return self._flying[-1]
+        number = self._call(kind, whole.nbytes, piece)
+        request = _Gather(self, number, kind, piece, whole, counts)
+        self._open.append(request)
+        return request
 
     # ---- inside a node ---------------------------------------------------------------------------
 
-    def _post(self, board: Board, kind: int, num_bytes: int, array: NDArray[Any]) -> int:
-        window, offset = self.memory.find(array)
-        where = window.number if window is not None else PRIVATE if array.size else 0
-        return board.post(kind + 8 * num_bytes, where, offset)
+    def _call(
+        self,
+        kind: int,
+        num_bytes: int = 0,
+        array: NDArray[Any] | None = None,
+        note: NDArray[Any] | None = None,
+    ) -> int:
+        """Post what this rank calls, and where its array lies."""
+        while self._open and self._open[0].number <= self.calls.posted + 1 - SLOTS // 2:
+            self._heads(self._open[0])
+        window, offset = None, 0
+        if array is not None and array.size:
+            window, offset = self.memory.find(array)
+            if window is None:
+                return self.calls.post(kind + 8 * num_bytes, PRIVATE)
+        number = 0 if window is None else window.number
+        return self.calls.post(kind + 8 * num_bytes, number, offset, note)
+
+    def _heads(self, request: "_Posted") -> NDArray[np.int64]:
+        """Heads of a request's messages, once all have posted theirs."""
+        if request.heads is None:
+            self._open.remove(request)
+            request.heads = self.calls.wait(request.number).copy()
+        return request.heads
 
     def _differ(self, rows: NDArray[np.int64]) -> None:
         """Raise, on all ranks, the error that they have called different collectives."""
@@ -156,7 +189,7 @@ class SharedTransport:
         )
 
     def _meet(self) -> None:
-        self.board.wait(self.board.post(BARRIER))
+        self.meetings.wait(self.meetings.post(BARRIER))
 
     def _rounds(
         self,
@@ -169,13 +202,12 @@ class SharedTransport:
         """Let the node's ranks read elements low to high of each part of all their arrays.
 
         Yields (low, high, at): once with all, if all arrays lie in windows, else as much at a time
-        as lobbies hold. Ranks meet after each round: then arrays may be written again.
+        as lobbies hold, and then ranks meet after each round.
         """
         lobby = rows[:, 1] == PRIVATE
         places = rows[:, 2] + self._bases(rows[:, 1])
         if not lobby.any():
             yield low, high, lambda part: places + (parts[part][0] + low) * array.itemsize
-            self._meet()
             return
         step = self.lobby_bytes // (len(parts) * array.itemsize)
         mine = self.lobby.view(array.dtype)
@@ -202,12 +234,44 @@ class SharedTransport:
         pairs = enumerate(numbers.tolist())
         return np.array([0 if n == PRIVATE else windows[n].bases[i] for i, n in pairs], np.int64)
 
+    def reduce(self, posted: "_Reduction", piece: NDArray[Any]) -> None:
+        """Complete a reduce-scatter: `factor` times the sum over ranks of this rank's piece."""
+        bucket, factor = posted.bucket, posted.factor
+        rows = self._heads(posted)
+        parts = self._parts(posted.counts)
+        if self.topology.num_nodes > 1:
+            self._reduce_over_nodes(bucket, piece, parts, rows, factor)
+        else:
+            for low, high, at in self._rounds(bucket, rows, parts, 0, max(posted.counts)):
+                target = piece[low:high]
+                if target.size:
+                    wire.fold_at(at(self.rank), bucket, factor, target)
+        self.folded.reach(posted.number)
+
+    def foldable(self, posted: "_Reduction") -> bool:
+        """Whether a reduction needs nothing more of the other ranks: all have posted.
+
+        Never where ranks meet to complete it: they all must do that at the same place.
+        """
+        if self.topology.num_nodes > 1:
+            return False
+        if posted.heads is None and not self.calls.here(posted.number):
+            return False
+        return not (self._heads(posted)[:, 1] == PRIVATE).any()
+
     def gather(self, flying: "_Gather") -> None:
         """Complete a gather."""
-        piece, whole, counts = flying.piece, flying.whole, flying.counts
-        parts = self._parts(counts)
-        rows = self.starts.wait(flying.number)
-        self._flying.remove(flying)
+        self._gather(flying.piece, flying.whole, self._parts(flying.counts), flying)
+        self.read.reach(flying.number)
+
+    def _gather(
+        self,
+        piece: NDArray[Any],
+        whole: NDArray[Any],
+        parts: tuple[tuple[int, int], ...],
+        flying: "_Gather",
+    ) -> None:
+        rows = self._heads(flying)
         begin, _ = parts[self.rank]
         own = whole[begin : begin + piece.size]
         if piece.size and not _same_place(piece, own):
@@ -326,7 +390,50 @@ class SharedTransport:
         self.comm.Iprobe(tag=1)
 
 
-class _Gather:
+class _Posted:
+    """A request on the board.
+
+    Attributes
+    ----------
+    number : int
+        Of its message.
+    heads : ndarray or None
+        What all ranks have posted, when that has been read.
+    """
+
+    def __init__(self, transport: SharedTransport, number: int) -> None:
+        self.transport, self.number = transport, number
+        self.heads: NDArray[np.int64] | None = None
+
+
+class _Reduction(_Posted):
+    """A posted reduce-scatter: nothing is read before it is waited for."""
+
+    def __init__(
+        self,
+        transport: SharedTransport,
+        number: int,
+        bucket: NDArray[Any],
+        counts: Sequence[int],
+        factor: np.float32,
+    ) -> None:
+        super().__init__(transport, number)
+        self.bucket, self.counts, self.factor = bucket, counts, factor
+
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self.transport.foldable(self)
+
+    def wait(self, piece: NDArray[Any]) -> None:
+        """Fold this rank's piece."""
+        self.transport.reduce(self, piece)
+
+    def release(self) -> None:
+        """Wait until all ranks have folded theirs."""
+        self.transport.folded.wait(self.number)
+
+
+class _Gather(_Posted):
     """A posted all-gather: nothing moves before it is waited for."""
 
     def __init__(
@@ -338,7 +445,8 @@ class _Gather:
         whole: NDArray[Any],
         counts: Sequence[int],
     ) -> None:
-        self.transport, self.number, self.kind = transport, number, kind
+        super().__init__(transport, number)
+        self.kind = kind
         self.piece, self.whole, self.counts = piece, whole, counts
         self.done = False
 
@@ -347,6 +455,10 @@ class _Gather:
         if not self.done:
             self.done = True
             self.transport.gather(self)
+
+    def release(self) -> None:
+        """Wait until all ranks have read this one's piece."""
+        self.transport.read.wait(self.number)
 
 
 def _same_place(a: NDArray[Any], b: NDArray[Any]) -> bool:

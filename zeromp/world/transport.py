@@ -11,7 +11,23 @@ class Request(Protocol):
     """A collective in flight."""
 
     def wait(self) -> None:
-        """Return when the received data may be read and the sent data overwritten."""
+        """Return when the received data may be read."""
+
+    def release(self) -> None:
+        """After `wait`: return when the sent data may be overwritten."""
+
+
+class Reduction(Protocol):
+    """A reduce-scatter in flight."""
+
+    def ready(self) -> bool:
+        """Whether `wait` would return without waiting for another rank."""
+
+    def wait(self, piece: NDArray[Any]) -> None:
+        """Write this rank's piece of the result."""
+
+    def release(self) -> None:
+        """After `wait`: return when the bucket may be overwritten."""
 
 
 class Mover(Protocol):
@@ -44,10 +60,10 @@ class Mover(Protocol):
 class Sharing(Mover, Protocol):
     """Collectives over the shared memory of nodes: `SharedTransport`."""
 
-    def reduce_scatter(
-        self, bucket: NDArray[Any], piece: NDArray[Any], counts: Sequence[int], factor: np.float32
-    ) -> None:
-        """Leave `factor` times the sum over ranks of piece r on rank r."""
+    def start_reduce_scatter(
+        self, bucket: NDArray[Any], counts: Sequence[int], factor: np.float32
+    ) -> Reduction:
+        """Start leaving `factor` times the sum over ranks of piece r on rank r."""
 
 
 class Transport(Mover, Protocol):

@@ -19,7 +19,7 @@ way stages 0 to 3 agree to the bit.
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from zeromp.world.errors import TEXT_BYTES, alike, pack, unpack
 from zeromp.world.ledger import Ledger
 from zeromp.world.transport import (
     Mover,
+    Reduction,
     Request,
     Sharing,
     Transport,
@@ -54,6 +55,32 @@ class _Entered:
         if self.request is not None:
             with self.world.inside(self.verb, self.unit):
                 self.request.wait()
+
+    def release(self) -> None:
+        if self.request is not None:
+            with self.world.inside(self.verb, self.unit):
+                self.request.release()
+
+
+class _Reducing:
+    """A reduce-scatter that is timed, and guarded; done as a whole in `wait` without a request."""
+
+    def __init__(
+        self, world: "World", unit: str, request: Reduction | None, whole: Callable[..., None]
+    ) -> None:
+        self.world, self.unit, self.request, self.whole = world, unit, request, whole
+
+    def ready(self) -> bool:
+        return self.request is not None and self.request.ready()
+
+    def wait(self, piece: NDArray[Any]) -> None:
+        with self.world.inside("reduce_scatter", self.unit):
+            (self.whole if self.request is None else self.request.wait)(piece)
+
+    def release(self) -> None:
+        if self.request is not None:
+            with self.world.inside("reduce_scatter", self.unit):
+                self.request.release()
 
 
 class World:
@@ -79,6 +106,9 @@ class World:
         The way that was chosen.
     sharers, sharer : int
         How many ranks hold an array from `node_empty` together, and which of them this one is.
+    one_sided : bool
+        Whether a rank completes its part of a collective by itself once all others have started
+        theirs: then it gains by not waiting for it at once.
     ledger : Ledger
     """
 
@@ -108,6 +138,7 @@ class World:
             reduce = "ordered"
         self.reduce = reduce
         self._mover: Mover = self._sharing or transport
+        self.one_sided = self._sharing is not None
         self.sharers, self.sharer = self._mover.sharers, self._mover.sharer
         self.debug = debug
         self.max_bytes = max_bytes
@@ -161,12 +192,28 @@ class World:
     ) -> None:
         """Leave `factor` times the sum over ranks of their buckets' piece r on rank r.
 
+        `piece`, of shape (counts[rank],) and the bucket's dtype, is written; it must not overlap
+        `bucket`. The rest as for `start_reduce_scatter`.
+        """
+        request = self.start_reduce_scatter(bucket, counts, factor, unit, received)
+        assert piece.size == counts[self.rank] and bucket.dtype == piece.dtype
+        request.wait(piece)
+        request.release()
+
+    def start_reduce_scatter(
+        self,
+        bucket: NDArray[Any],
+        counts: Sequence[int],
+        factor: float,
+        unit: str = "",
+        received: NDArray[Any] | None = None,
+    ) -> Reduction:
+        """Start leaving `factor` times the sum over ranks of their buckets' piece r on rank r.
+
         Parameters
         ----------
         bucket : ndarray of shape (sum(counts),)
-            float32, or 16-bit numbers as in `wire`.
-        piece : ndarray of shape (counts[rank],), same dtype
-            Written; must not overlap `bucket`.
+            float32, or 16-bit numbers as in `wire`. Not to be written before `release`.
         counts : sequence of int
             Elements of each rank's piece.
         factor : float
@@ -175,30 +222,52 @@ class World:
             For the ledger.
         received : ndarray of shape (at least N * counts[rank],), same dtype, or None
             Where ``ordered`` receives the other ranks' pieces; None draws memory anew.
+
+        Returns
+        -------
+        Reduction
+            ``wait(piece)`` writes the result. Reductions must be waited for in the order in which
+            they were started. They are ``one_sided``, or all is done in `wait`.
         """
-        assert bucket.size == sum(counts) and piece.size == counts[self.rank]
-        assert bucket.dtype == piece.dtype
-        with self._collective("reduce_scatter", unit, bucket.nbytes - piece.nbytes, bucket):
+        assert bucket.size == sum(counts)
+        with self._collective(
+            "reduce_scatter", unit, bucket.nbytes - counts[self.rank] * bucket.itemsize, bucket
+        ):
+            request = None
             if self._sharing is not None:
-                self._sharing.reduce_scatter(bucket, piece, counts, np.float32(factor))
-                return
-            rounds = reduce_rounds(bucket, piece, counts, self.rank, self.max_bytes)
-            for part, target, sizes in rounds:
-                if self.reduce == "ordered":
-                    room = self.size * target.size
-                    pieces = np.empty(room, part.dtype) if received is None else received[:room]
-                    self.transport.all_to_all(part, pieces, sizes)
-                    wire.fold(pieces, np.float32(factor), target)
-                else:
-                    self.transport.reduce_scatter(part, target, sizes)
-                    if factor != 1.0:
-                        wire.scale(target, np.float32(factor))
+                request = self._sharing.start_reduce_scatter(bucket, counts, np.float32(factor))
+
+        def whole(piece: NDArray[Any]) -> None:
+            self._reduce_scatter(bucket, piece, counts, factor, received)
+
+        return _Reducing(self, unit, request, whole)
+
+    def _reduce_scatter(
+        self,
+        bucket: NDArray[Any],
+        piece: NDArray[Any],
+        counts: Sequence[int],
+        factor: float,
+        received: NDArray[Any] | None,
+    ) -> None:
+        for part, target, sizes in reduce_rounds(bucket, piece, counts, self.rank, self.max_bytes):
+            if self.reduce == "ordered":
+                room = self.size * target.size
+                pieces = np.empty(room, part.dtype) if received is None else received[:room]
+                self.transport.all_to_all(part, pieces, sizes)
+                wire.fold(pieces, np.float32(factor), target)
+            else:
+                self.transport.reduce_scatter(part, target, sizes)
+                if factor != 1.0:
+                    wire.scale(target, np.float32(factor))
 
     def all_gather(
         self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int], unit: str = ""
     ) -> None:
         """Bring the pieces of all ranks to all ranks; see `start_all_gather`."""
-        self.start_all_gather(piece, whole, counts, unit).wait()
+        request = self.start_all_gather(piece, whole, counts, unit)
+        request.wait()
+        request.release()
 
     def start_all_gather(
         self, piece: NDArray[Any], whole: NDArray[Any], counts: Sequence[int], unit: str = ""
@@ -218,7 +287,8 @@ class World:
         Returns
         -------
         Request
-            Requests must be waited for in the order in which they were started.
+            Requests must be waited for in the order in which they were started. `piece` is not to
+            be written before `release`.
         """
         assert piece.size == counts[self.rank] and whole.size == sum(counts)
         assert piece.dtype == whole.dtype

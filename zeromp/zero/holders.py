@@ -46,7 +46,8 @@ class Holders:
         self.layout, self.world = layout, world
         self.placement = Placement.parse(options.offload, options.offload_tile)
         travel = format_of(options.reduce_wire) if options.reduce_wire else None
-        gradient_plan = GradientPlan(options.micro_batches, travel, visits, options.fused)
+        late = min(options.prefetch, 1) if world.one_sided and not options.fused else 0
+        gradient_plan = GradientPlan(options.micro_batches, travel, visits, options.fused, late)
         sweep_plan = SweepPlan(options.prefetch, options.poison, options.share_weights)
         self.case = account.Case.of(
             layout,

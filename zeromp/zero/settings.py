@@ -66,7 +66,9 @@ class Options:
     loss_scale_window, hysteresis, min_loss_scale, patience
         See `zeromp.wire.LossScale`.
     prefetch : int
-        Stage 3: units gathered ahead of the one in use.
+        Stage 3: units gathered ahead of the one in use. Stages 2 and 3, where ranks share memory:
+        unless it is 0, a unit's reduction may end while the next unit's gradient is made, for which
+        one more bucket is held.
     poison : bool
         Fill released weights with NaN, so that a use after release shows. For tests.
     share_weights : bool
