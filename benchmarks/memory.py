@@ -2,8 +2,8 @@
 
     python benchmarks/memory.py
 
-4 ranks, bfloat16, size M, stages 1 and 3; "lean" shares full weights between the ranks of the node
-and recomputes activations. Per rank: the peak resident set (VmHWM) of the timed
+4 ranks, bfloat16, size M, stages 1 and 3; "shared" holds full weights once for the node's ranks,
+and "lean" recomputes activations as well. Per rank: the peak resident set (VmHWM) of the timed
 steps, which counts pages that ranks share in each of them. Per node: the largest of samples, taken
 four times a second from start to end, of the sum over ranks of the proportional set size (PSS),
 which counts such pages once. "Before" is the resident set before anything is built: Python and
@@ -18,16 +18,14 @@ PEERS = ("zero1", "fsdp2", "fsdp2-bf16")
 
 
 def all_cases(options):
-    """Stages 1 and 3, both again with all that saves memory at no loss of bits, and the peers."""
+    """Stages 1 and 3, both again with what saves memory at no loss of bits, and the peers."""
     size, ranks = ("XXS", 2) if options.quick else ("M", RANKS)
     told = {"warmup": 1, "steps": 1, "ranks": ranks, "watch": True}
+    ways = {"": {}, ", shared": {"share_weights": True}}
+    ways[", lean"] = {"share_weights": True, "recompute": True}
     found = [
-        cases.zeromp(f"{size}/stage {stage}/bfloat16", size, stage, "bfloat16", **told)
-        for stage in (1, 3)
-    ]
-    shared = {"options": {"share_weights": True, "recompute": True}, **told}
-    found += [
-        cases.zeromp(f"{size}/stage {s}, lean/bfloat16", size, s, "bfloat16", **shared)
+        cases.zeromp(f"{size}/stage {s}{way}/bfloat16", size, s, "bfloat16", options=chosen, **told)
+        for way, chosen in ways.items()
         for s in (1, 3)
     ]
     return found + cases.peers(PEERS, options.peers, size, size + "/{}", **told)
