@@ -29,7 +29,7 @@ def main():
     zero = zm.Zero(
         {name: start[:] for name in names},
         stage=3, wire="bfloat16", bucket=1, optimizer=zm.AdamW(lr=0.1, weight_decay=0.0),
-        offload=offload, offload_dir=folder,
+        offload=offload, offload_dir=folder, offload_tile=UNIT,
     )  # fmt: skip
     for _ in range(2):
         zero.backward(dict.fromkeys(names, start))
