@@ -1,4 +1,4 @@
-"""Train a GPT on text, on as many ranks as mpirun starts, at any stage of ZeRO.
+"""Train a GPT or a Llama on text, on as many ranks as mpirun starts, at any stage of ZeRO.
 
     mpirun -n 8 python examples/train.py --stage 3
 
@@ -41,6 +41,7 @@ def arguments():
     add("--host-numa-node", type=int, metavar="NODE", help="bind host memory to a NUMA node")
 
     add = parser.add_argument_group("model").add_argument
+    add("--model", default="gpt", choices=("gpt", "llama"), help="(default gpt)")
     add("--layers", type=int, default=4, help="blocks (default 4)")
     add("--width", type=int, default=128, help="channels (default 128)")
     add("--heads", type=int, default=4, help="attention heads (default 4)")
@@ -99,6 +100,17 @@ def check_checkpoints(args):
             raise ValueError(f"--{flag} {value} must be at least 1")
 
 
+def build(args, vocab):
+    sizes = vocab, args.layers, args.width, args.heads, args.context
+    if args.model == "gpt":
+        return zm.models.gpt(*sizes, args.dropout, tiles=args.tiles)
+    if args.dropout or args.tiles != 1:
+        raise ValueError(
+            f"--model {args.model} has neither --dropout nor --tiles: use gpt for them"
+        )
+    return zm.models.llama(*sizes)
+
+
 def resume(engine, args):
     """Load what --resume names; returns the number of steps that have been made."""
     if args.resume is None:
@@ -135,15 +147,7 @@ def main():
         micro_batches = zm.data.check_batch(args.global_batch, micro, world.size)
         tokens = zm.data.Tokens(args.data, context=args.context, seed=args.seed)
         check_checkpoints(args)
-        model = zm.models.gpt(
-            tokens.vocab,
-            args.layers,
-            args.width,
-            args.heads,
-            args.context,
-            args.dropout,
-            tiles=args.tiles,
-        )
+        model = build(args, tokens.vocab)
     optimizer = zm.AdamW if args.optimizer == "adamw" else zm.SGD
     engine = zm.Engine(
         model,

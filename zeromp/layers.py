@@ -62,6 +62,13 @@ def check_targets(targets: NDArray[Any], shape: tuple[int, ...], vocab: int) -> 
     check_ids(targets, vocab, "target", lowest=-1)
 
 
+def check_batch(x: NDArray[Any], y: NDArray[Any] | None, vocab: int, context: int) -> None:
+    """ValueError unless x and the targets y are arrays (B, T) of ids, T up to the context."""
+    check_tokens(x, vocab, context)
+    if y is not None:
+        check_targets(y, x.shape, vocab)
+
+
 def _rows(array: F32) -> F32:
     """View an array of shape (..., C) as (R, C)."""
     assert array.flags.c_contiguous and array.dtype == np.float32

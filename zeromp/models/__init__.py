@@ -1,6 +1,7 @@
 """Models: units built from layers. The public names, re-exported by hand."""
 
 from zeromp.models.gpt import gpt
+from zeromp.models.llama import llama
 from zeromp.models.mlp import mlp
 from zeromp.models.parts import Part
 from zeromp.models.tiled import cut_tiles, join_tiles
@@ -28,5 +29,6 @@ __all__ = [
     "cut_tiles",
     "gpt",
     "join_tiles",
+    "llama",
     "mlp",
 ]

@@ -215,13 +215,6 @@ def _stops(
     return [(block, Visit(block.name, layer, writes=block.names))]
 
 
-def _check(x: NDArray[Any], y: NDArray[Any] | None, vocab: int, context: int) -> None:
-    """ValueError unless x and the targets y are arrays (B, T) of ids, T up to the context."""
-    ops.check_tokens(x, vocab, context)
-    if y is not None:
-        ops.check_targets(y, x.shape, vocab)
-
-
 def _check_sizes(
     vocab: int, layers: int, width: int, heads: int, context: int, rate: float, tiles: int
 ) -> None:
@@ -291,7 +284,7 @@ def gpt(
         path=path,
         loss=ops.cross_entropy,
         count=ops.count_targets,
-        check=functools.partial(_check, vocab=vocab, context=context),
+        check=functools.partial(ops.check_batch, vocab=vocab, context=context),
         vocab=vocab,
         context=context,
         num_multiplied=layers * 12 * width * width + vocab * width,

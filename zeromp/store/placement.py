@@ -7,7 +7,9 @@ KINDS = ("parameters", "gradients", "master", "m", "v", "buffers", "activations"
 TIERS = ("device", "host", "disk")
 
 PAGE = 4096
-TILE = 2**20  # elements: smaller ones leave the threads less time at a stretch (benchmarks/offload.py)
+TILE = (
+    2**20
+)  # elements: smaller ones leave the threads less time at a stretch (benchmarks/offload.py)
 TILE_SLOTS = 4  # tiles of the streaming update that are read, updated and written at a time
 READ_AHEAD = 3  # units whose pieces are read from disk ahead of the one that is gathered
 
