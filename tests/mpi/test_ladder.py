@@ -48,7 +48,7 @@ def rows(ranks, step, micro=0):
 def build(world, stage, wire, **case):
     """Engine of a case, and how it is to be trained."""
     case = dict(case)
-    model = model_of(case.pop("tied", True), case.pop("dropout", 0.0))
+    model = case.pop("model", None) or model_of(case.pop("tied", True), case.pop("dropout", 0.0))
     clip = case.pop("clip", None)
     groups = [zm.Group("flat", lambda name, shape: len(shape) == 1, weight_decay=0.0)]
     rule = rule_of(case.pop("sgd", False))
@@ -136,6 +136,14 @@ def test_stages_give_the_same_bytes(world, way, wire, case):
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.2  # it has learnt
     if "clip" in CASES[case]:
         assert any(r.clip_factor < 1 for r in reports)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_stages_of_llama_give_the_same_bytes(world, recompute):
+    model = zm.models.llama(VOCAB, LAYERS, 26, 1, CONTEXT, hidden=7)
+    case = {"model": model, "recompute": recompute, "clip": 0.5}
+    results = {s: run(fresh(world, "auto"), s, "bfloat16", 5, **case) for s in STAGES}
+    same_bytes(world, results)
 
 
 @pytest.mark.spread
