@@ -31,6 +31,7 @@ KERNEL_SOURCES = (
     "wire.py",
     "adamw.py",
     "vectors.py",
+    "gated.py",
     "kernels.py",
     "tiles.py",
     "attention.py",

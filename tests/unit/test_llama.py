@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import reference
-from test_models import gradients, initial, same, tokens
+from by_hand import gradients, initial, same, tokens
 
 import zeromp as zm
 from zeromp import account, gated
